@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use crate::core::lock::lock;
 use crate::core::node::shutdown::Times;
 use crate::core::pod;
-use crate::core::pod::resize::{Asked, Infeasible};
+use crate::core::pod::resize::{Infeasible, RequestedChange};
 use crate::core::serving::exposition::{Family, Page, Registry};
 use crate::core::volume::selinux::{self, Admission, Admissions};
 
@@ -211,7 +211,7 @@ impl Metrics {
     }
 
     /// Counts requested changes of a container's resources.
-    pub fn record_resize_request(&self, asked: &[Asked]) {
+    pub fn record_resize_request(&self, changes: &[RequestedChange]) {
         self.with(|r| {
             for asked in asked {
                 let labels = [asked.resource, asked.of, asked.operation];
@@ -454,7 +454,7 @@ impl Metrics {
         label: Option<&str>,
         [plugin, access_mode]: [&str; 2],
     ) -> Admission {
-        let is_strict = access_mode == selinux::ALONE;
+        let is_strict = access_mode == selinux::SINGLE_POD;
         let admission = lock(&self.labels).admit(volume, uid, label, is_strict);
         let family = match &admission {
             Admission::New if label.is_some() => SELINUX_ADMITTED,

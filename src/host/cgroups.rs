@@ -10,7 +10,9 @@ use super::{HostError, blocking};
 use crate::core::lock::lock;
 use crate::core::node::cgroup_tree::Group;
 use crate::core::pod::cgroup::{self, Driver};
-use crate::core::pod::cgroup_values::{Bound, Controller, Difference, Mended, Setting, Values};
+use crate::core::pod::cgroup_values::{
+    Bound, Controller, Difference, RestoredCgroup, Setting, Values,
+};
 use crate::core::pod::qos::QosClass;
 use crate::sys;
 use crate::sys::systemd::Slices;
@@ -150,7 +152,7 @@ impl Cgroups {
         match container {
             Some(id) if self.flat => self.search(id),
             None if self.flat => None,
-            _ => Some(cgroup::place(&self.name(class, uid), container)),
+            _ => Some(cgroup::hierarchy_path(&self.name(class, uid), container)),
         }
     }
 
@@ -193,7 +195,7 @@ impl Cgroups {
     /// The path of a cgroup relative to the hierarchies. With systemd, `name` is a slice.
     fn path(&self, name: &str) -> String {
         match self.driver {
-            Driver::Systemd => cgroup::place(name, None),
+            Driver::Systemd => cgroup::hierarchy_path(name, None),
             Driver::Cgroupfs => name.to_owned(),
         }
     }
@@ -342,7 +344,7 @@ impl Cgroups {
 
     /// Waits until another program has changed values of a cgroup, then restores them.
     /// The kernel does not notify anyone of such changes, so this polls the files.
-    pub(in crate::host) async fn mend(&self) -> Vec<Mended> {
+    pub(in crate::host) async fn mend(&self) -> Vec<RestoredCgroup> {
         loop {
             tokio::time::sleep(LOOK).await;
             let looks = self.looks.fetch_add(1, Ordering::Relaxed);
@@ -395,7 +397,10 @@ impl Cgroups {
         blocking(compare).await.unwrap_or_default()
     }
 
-    async fn set_back(&self, (name, owner, given): (String, Owner, Given)) -> Option<Mended> {
+    async fn set_back(
+        &self,
+        (name, owner, given): (String, Owner, Given),
+    ) -> Option<RestoredCgroup> {
         let given = given.lock().await;
         let values = given.as_ref()?;
         let path = self.path(&name);
@@ -405,7 +410,7 @@ impl Cgroups {
             return None;
         }
         let written = self.write(&name, owner, values).await;
-        Some(Mended {
+        Some(RestoredCgroup {
             cgroup: name,
             changes: found,
             error: written.err().map(|e| e.to_string()),

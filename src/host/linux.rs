@@ -22,7 +22,7 @@ use crate::core::lock::lock;
 use crate::core::node::cgroup_tree::Group;
 use crate::core::pod::Ownership;
 use crate::core::pod::cgroup::pod_values;
-use crate::core::pod::cgroup_values::{Difference, Mended, Values};
+use crate::core::pod::cgroup_values::{Difference, RestoredCgroup, Values};
 use crate::core::pod::memory_qos;
 use crate::core::pod::observed;
 use crate::core::pod::users::{LENGTH, Mappings, Pool};
@@ -218,7 +218,7 @@ impl PodHost for LinuxHost {
         self.cgroups.apply(tree).await
     }
 
-    async fn mend_cgroups(&self) -> Vec<Mended> {
+    async fn mend_cgroups(&self) -> Vec<RestoredCgroup> {
         self.cgroups.mend().await
     }
 
@@ -301,7 +301,7 @@ impl PodHost for LinuxHost {
     ) -> Result<(), Problem> {
         let content = files.map(|files| Content {
             files,
-            mounted_within: nested::within(pod, &resolved.volume),
+            mounted_within: nested::mount_points_within(pod, &resolved.volume),
         });
         self.set_up(pod::uid(pod), resolved, pod::ownership(pod), content)
             .await

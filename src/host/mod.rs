@@ -23,7 +23,7 @@ use crate::core::image::gc::Filesystem;
 use crate::core::lock::lock;
 use crate::core::node::cgroup_tree::Group;
 use crate::core::pod::Ownership;
-use crate::core::pod::cgroup_values::{Difference, Mended, Values};
+use crate::core::pod::cgroup_values::{Difference, RestoredCgroup, Values};
 use crate::core::pod::observed::Container;
 use crate::core::pod::users::Mappings;
 use crate::core::repeated::RepeatedFailures;
@@ -131,7 +131,7 @@ pub trait PodHost: Send + Sync + 'static {
         tree.iter().map(|_| Ok(vec![])).collect()
     }
     /// Waits until another program has changed a cgroup of the node or of a pod, then restores it.
-    async fn mend_cgroups(&self) -> Vec<Mended> {
+    async fn mend_cgroups(&self) -> Vec<RestoredCgroup> {
         std::future::pending().await
     }
     /// The path of the cgroup of all pods relative to the hierarchies.

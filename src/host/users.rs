@@ -4,7 +4,7 @@ use nix::unistd::User;
 
 use super::HostError;
 use super::tool::tool;
-use crate::core::pod::users::{Pool, subordinate};
+use crate::core::pod::users::{Pool, parse_subordinate_ids};
 use crate::sys::failure::doing;
 use crate::sys::process::find_program;
 
@@ -51,7 +51,7 @@ pub fn pool(each: u32, pods: i64) -> Result<Pool, HostError> {
         )
         .into());
     }
-    let ids = subordinate(&users).ok_or_else(|| {
+    let ids = parse_subordinate_ids(&users).ok_or_else(|| {
         format!(
             "the user {USER} needs exactly one range of ids in /etc/subuid and /etc/subgid, but {GETSUBIDS} reports {:?}",
             users.trim()

@@ -414,7 +414,7 @@ impl PodApi for KubePods {
         let mut tries = 0;
         loop {
             let claim = api.get(name).await?;
-            if !resize::concerns(&claim, grown) {
+            if !resize::is_same_claim(&claim, grown) {
                 let gone = format!("claim {namespace}/{name} was deleted and created again");
                 return Err(ApiFailure::Replaced(gone));
             }

@@ -14,7 +14,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::HttpError;
 use super::connect;
-use crate::core::pod::probe::{Http, OUTPUT_LIMIT, Reply, limited};
+use crate::core::pod::probe::{Http, OUTPUT_LIMIT, Reply, limit_output};
 use crate::core::serving::query;
 
 /// Maximum number of requests for one probe: the first one, and those to which redirects lead.
@@ -238,7 +238,7 @@ async fn exchange(
     Ok((
         Reply {
             status: status.as_u16(),
-            body: limited(&String::from_utf8_lossy(&bytes)),
+            body: limit_output(&String::from_utf8_lossy(&bytes)),
         },
         location,
     ))

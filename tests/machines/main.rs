@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use holdfast::core::pod::cgroup::Driver;
-use holdfast::core::volume::resolved::{self, Here};
+use holdfast::core::volume::resolved::{self, NodeProperties};
 use holdfast::host::PodHost as _;
 use holdfast::host::cgroups::Cgroups;
 use holdfast::host::linux::LinuxHost;
@@ -78,7 +78,7 @@ fn quotas_inside() {
         .unwrap();
     let set_up = |pod: &Pod| {
         for volume in pod.spec.as_ref().unwrap().volumes.iter().flatten() {
-            let resolved = resolved::resolve(pod, volume, None, Here::default()).unwrap();
+            let resolved = resolved::resolve(pod, volume, None, NodeProperties::default()).unwrap();
             runtime
                 .block_on(host.set_up_volume(pod, &resolved, None))
                 .unwrap();

@@ -13,8 +13,8 @@ use crate::agent::Context;
 use crate::agent::events::Kind;
 use crate::agent::pod::dead_containers;
 use crate::core::backoff::Doubling;
-use crate::core::image::canonical;
-use crate::core::image::gc::{Filesystem, Judged, Present};
+use crate::core::image::canonical_name;
+use crate::core::image::gc::{Filesystem, ImageDecision, ImageOnNode};
 use crate::core::node::collection::{Failures, Fate, ImageFate, Removal, Report};
 use crate::core::pod;
 use crate::cri::{RuntimeError, Stock};
@@ -122,7 +122,7 @@ fn images_of(pod: &Pod) -> impl Iterator<Item = String> {
         .flatten()
         .filter_map(|v| v.image.as_ref()?.reference.clone());
     let names: Vec<String> = containers.chain(volumes).collect();
-    names.into_iter().filter_map(|name| canonical(&name))
+    names.into_iter().filter_map(|name| canonical_name(&name))
 }
 
 async fn wanted_by_pods(context: &Context) -> BTreeSet<String> {
@@ -130,12 +130,12 @@ async fn wanted_by_pods(context: &Context) -> BTreeSet<String> {
     pods.iter().flat_map(|pod| images_of(pod)).collect()
 }
 
-fn present(stock: &Stock, wanted: &BTreeSet<String>) -> Vec<Present> {
+fn present(stock: &Stock, wanted: &BTreeSet<String>) -> Vec<ImageOnNode> {
     let used = |image: &crate::cri::Image| {
         let names = || image.names.iter().chain(std::iter::once(&image.id));
         names().any(|name| stock.in_use.contains(name) || wanted.contains(name))
     };
-    let of = |image: &crate::cri::Image| Present {
+    let of = |image: &crate::cri::Image| ImageOnNode {
         id: image.id.clone(),
         size: image.size,
         pinned: image.pinned,
@@ -146,7 +146,7 @@ fn present(stock: &Stock, wanted: &BTreeSet<String>) -> Vec<Present> {
 
 /// The observed images.
 struct Seen {
-    images: Vec<Present>,
+    images: Vec<ImageOnNode>,
     /// The runtime's answer.
     stock: Stock,
     /// The time of the observation.
@@ -159,7 +159,7 @@ async fn see(context: &Context, ages: &mut Ages) -> Result<Seen, CollectError> {
     let stock = stock.map_err(CollectError::Unlisted)?;
     let images = present(&stock, &wanted_by_pods(context).await);
     let at = context.clock.now();
-    ages.look(&images, at);
+    ages.record(&images, at);
     Ok(Seen { images, stock, at })
 }
 
@@ -237,7 +237,7 @@ async fn judge(context: &Context, ages: &mut Ages) -> Result<Report, CollectErro
         let image = stock.images.iter().find(|i| i.id == *id);
         image.map(|i| i.names.clone()).unwrap_or_default()
     };
-    let by = |image: &Present| {
+    let by = |image: &ImageOnNode| {
         let pods = names(&image.id).into_iter();
         let pods = pods.filter_map(|name| users.get(&name)).flatten().cloned();
         match pods.collect::<BTreeSet<String>>() {
@@ -247,9 +247,9 @@ async fn judge(context: &Context, ages: &mut Ages) -> Result<Report, CollectErro
             pods => pods.into_iter().collect(),
         }
     };
-    let judged = ages.fates(&images, &plan, rules.minimum_age, at, by);
+    let judged = ages.decisions(&images, &plan, rules.minimum_age, at, by);
     let containers = dead_containers::look(context, false).await;
-    let going = |judged: &&Judged| matches!(judged.fate, Fate::Goes(_));
+    let going = |judged: &&ImageDecision| matches!(judged.fate, Fate::Goes(_));
     Ok(Report {
         node: context.config.node_name.clone(),
         at,
@@ -318,7 +318,7 @@ async fn pass(context: &Context) -> Result<(), CollectError> {
 /// Removes images in order, until at least `wanted` bytes are freed. Returns the freed bytes and the last failure.
 async fn free(
     context: &Context,
-    images: &[Present],
+    images: &[ImageOnNode],
     wanted: u64,
     why: &str,
 ) -> (u64, Option<CollectError>) {

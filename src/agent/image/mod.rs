@@ -31,8 +31,10 @@ use crate::core::digest;
 use crate::core::fault::{Class, Fault};
 use crate::core::image::gc::Ledger as Ages;
 use crate::core::image::keyring::{self, Entry};
-use crate::core::image::pulled::{self, By, ByAccount, BySecret, Own, Policy};
-use crate::core::image::{failure, untagged, with_default_tag};
+use crate::core::image::pulled::{
+    self, ByAccount, BySecret, PodCredentials, Policy, PullCredential,
+};
+use crate::core::image::{pull_failure, untagged, with_default_tag};
 use crate::core::lock::lock;
 use crate::core::node::features;
 use crate::core::pod::{self, Role};
@@ -342,13 +344,13 @@ async fn allowed(context: &Context, name: &str, image: &Image, whose: For<'_>) -
         .collect();
     let (untagged, record) = (untagged(name), record.as_ref());
     let may = |account: Option<&ByAccount>| {
-        let own = Own {
+        let own = PodCredentials {
             secrets: &secrets,
             account,
         };
         pulled::may_use(&images.policy, untagged, record, pulling, own)
     };
-    if may(None) || !pulled::goes_by_account(untagged, record) {
+    if may(None) || !pulled::depends_on_account(untagged, record) {
         return may(None);
     }
     let known = of_plugins(context, name, whose.pod).await;
@@ -388,7 +390,7 @@ async fn pull(about: &About<'_>, shown: &str, name: &str) -> Result<Image, Waiti
             Ok(image)
         }
         Err(error) => {
-            let (reason, message) = failure(shown, &error);
+            let (reason, message) = pull_failure(shown, &error);
             let shown_later = format!("{reason}: {message}");
             let until = backoff().failed(key, &shown_later, context.clock.now());
             let said = format!("Failed to pull image {shown:?}: {error}");
@@ -408,7 +410,7 @@ async fn candidates(
     context: &Context,
     name: &str,
     whose: For<'_>,
-) -> Vec<(Option<Credentials>, By)> {
+) -> Vec<(Option<Credentials>, PullCredential)> {
     let images = &context.images;
     let login = |entry: Entry| {
         Some(Credentials {
@@ -416,22 +418,22 @@ async fn candidates(
             password: entry.password,
         })
     };
-    let mut all: Vec<(Option<Credentials>, By)> = of_secrets(whose.secrets, name)
+    let mut all: Vec<(Option<Credentials>, PullCredential)> = of_secrets(whose.secrets, name)
         .into_iter()
-        .map(|(entry, by)| (login(entry), By::Secret(by)))
+        .map(|(entry, by)| (login(entry), PullCredential::Secret(by)))
         .collect();
     all.extend(
         keyring::matching(&images.node_entries().await, name)
             .into_iter()
-            .map(|entry| (login(entry), By::Anyone)),
+            .map(|entry| (login(entry), PullCredential::Anyone)),
     );
     let of_plugins = of_plugins(context, name, whose.pod).await.into_iter();
     all.extend(of_plugins.map(|(entry, account)| {
-        let by = account.map_or(By::Anyone, By::Account);
+        let by = account.map_or(PullCredential::Anyone, PullCredential::Account);
         (login(entry), by)
     }));
     if all.is_empty() {
-        all.push((None, By::Anyone));
+        all.push((None, PullCredential::Anyone));
     }
     all
 }

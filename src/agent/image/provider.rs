@@ -247,7 +247,7 @@ impl Providers {
             p.definition
                 .match_images
                 .iter()
-                .any(|m| keyring::covers(m, &repository))
+                .any(|m| keyring::pattern_matches(m, &repository))
         }) {
             match provider.answer(&repository, caller, &self.tokens).await {
                 Ok((entries, account)) => {

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use serde_json::json;
 
 use crate::core::digest;
-use crate::core::image::pulled::{By, Record};
+use crate::core::image::pulled::{PullCredential, Record};
 use crate::core::lock::lock;
 use crate::host::{self, HostError};
 use crate::sys::failure::doing;
@@ -147,7 +147,7 @@ impl Pull {
         mut self,
         reference: &str,
         untagged: &str,
-        by: By,
+        by: PullCredential,
         now: jiff::Timestamp,
     ) -> Result<(), HostError> {
         let (reference, untagged) = (reference.to_owned(), untagged.to_owned());
@@ -161,7 +161,7 @@ impl Pull {
             });
             let mut record = known.unwrap_or_default();
             record.image_ref = reference;
-            record.note(&untagged, by, &now.to_string());
+            record.add_pull(&untagged, by, &now.to_string());
             write(&path, &serde_json::to_vec(&record)?)?;
             self.end()
         };
@@ -224,7 +224,7 @@ mod tests {
         }
     }
 
-    async fn done(pull: Pull, by: By) -> Result<(), HostError> {
+    async fn done(pull: Pull, by: PullCredential) -> Result<(), HostError> {
         pull.done(ID, "r/x", by, jiff::Timestamp::UNIX_EPOCH).await
     }
 
@@ -235,7 +235,9 @@ mod tests {
         assert_eq!(records.read(IMAGE, ID).await, Ok((None, false)));
         let pull = records.begin(IMAGE).await.expect("noted");
         assert_eq!(records.read(IMAGE, ID).await, Ok((None, true)));
-        done(pull, By::Secret(secret())).await.expect("noted");
+        done(pull, PullCredential::Secret(secret()))
+            .await
+            .expect("noted");
         let (record, pulling) = Records::open(dir.path())
             .expect("opened")
             .read(IMAGE, ID)
@@ -256,7 +258,9 @@ mod tests {
         remove().expect("removed");
         let pull = records.begin(IMAGE).await.expect("an intent");
         remove().expect("removed");
-        done(pull, By::Secret(secret())).await.expect("a record");
+        done(pull, PullCredential::Secret(secret()))
+            .await
+            .expect("a record");
         let (record, pulling) = records.read(IMAGE, ID).await.expect("read");
         assert!(record.is_some() && !pulling);
     }
@@ -290,7 +294,7 @@ mod tests {
         std::fs::write(records.0.record(ID), "{").expect("written");
         assert!(records.read(IMAGE, ID).await.is_err());
         let pull = records.begin(IMAGE).await.expect("noted");
-        done(pull, By::Anyone).await.expect("noted");
+        done(pull, PullCredential::Anyone).await.expect("noted");
         let (record, pulling) = records.read(IMAGE, ID).await.expect("read");
         assert!(record.is_some() && !pulling);
     }

@@ -15,7 +15,7 @@ use crate::core::backoff::Doubling;
 use crate::core::node::capacity;
 use crate::core::node::cgroup_tree::{Group, PIDS, Rules, Supply, as_granted, tree};
 use crate::core::pod;
-use crate::core::pod::cgroup_values::{Mended, Values};
+use crate::core::pod::cgroup_values::{RestoredCgroup, Values};
 use crate::core::quantity::Quantity;
 use crate::host::HostError;
 use crate::sys::meter;
@@ -191,7 +191,7 @@ async fn mend(context: &Context) {
     let mut told: HashMap<(String, String), Instant> = HashMap::new();
     loop {
         for mended in context.host.mend_cgroups().await {
-            let Mended {
+            let RestoredCgroup {
                 cgroup,
                 changes,
                 error,

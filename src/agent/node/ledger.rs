@@ -142,7 +142,7 @@ impl LedgerHandle {
     }
 
     /// Requests the sizes in the pod's spec; `has` is the pod with its current sizes. If the request does not fit, the
-    /// worker gets [`Input::RoomFreed`] when it does.
+    /// worker gets [`Input::ResourcesFreed`] when it does.
     pub async fn grow(&self, pod: Arc<Pod>, has: Arc<Pod>) -> Result<(), Refusal> {
         self.ask(|reply| Request::Grow { pod, has, reply }).await
     }
@@ -476,7 +476,7 @@ impl Actor {
                 if grows {
                     self.context.metrics.deferred_resize_accepted(trigger);
                     if let Some(inbox) = self.inboxes.get(pod::uid(pod)) {
-                        inbox.send(Input::RoomFreed);
+                        inbox.send(Input::ResourcesFreed);
                     }
                 }
                 !grows
@@ -523,7 +523,7 @@ impl Actor {
 
     fn tell(&self, uid: &str, verdict: Verdict) {
         if let Some(inbox) = self.inboxes.get(uid) {
-            inbox.send(Input::Evicted(verdict));
+            inbox.send(Input::Terminate(verdict));
         }
     }
 

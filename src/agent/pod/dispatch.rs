@@ -264,7 +264,7 @@ impl Dispatcher {
             }
             Hint::Event(event) => {
                 if let Some(worker) = self.workers.get(&event.pod) {
-                    worker.inbox.send(Input::Happened(event));
+                    worker.inbox.send(Input::RuntimeEvent(event));
                 }
             }
             Hint::Devices(uid) => {
@@ -361,9 +361,9 @@ impl Dispatcher {
         let Some(worker) = self.workers.get_mut(uid) else {
             return;
         };
-        if !(worker.update.removed && worker.update.again) {
+        if !(worker.update.removed && worker.update.starts_again) {
             worker.update.removed = true;
-            worker.update.again = true;
+            worker.update.starts_again = true;
             worker.inbox.send(Input::Update(worker.update.clone()));
         }
     }
@@ -435,7 +435,7 @@ impl Dispatcher {
                 continue;
             };
             let is_wanted = wanted.iter().any(|u| pod::uid(&u.pod) == uid);
-            if !is_wanted && std::mem::take(&mut worker.update.again) {
+            if !is_wanted && std::mem::take(&mut worker.update.starts_again) {
                 worker.inbox.send(Input::Update(worker.update.clone()));
             }
             if !is_wanted && !worker.update.removed {
@@ -544,7 +544,7 @@ impl Dispatcher {
                 pod: Arc::new(pod),
                 object: None,
                 removed: true,
-                again: false,
+                starts_again: false,
             };
             self.start(orphan.uid.clone(), full_name, update);
         }
@@ -606,7 +606,7 @@ mod tests {
                 pod: Arc::new(pod),
                 object: None,
                 removed: false,
-                again: false,
+                starts_again: false,
             }
         };
         let manifest = update("own", "i:1", None);

@@ -37,7 +37,7 @@ pub async fn run(
             Ok(done) => {
                 // The output may be secret, so it is logged at trace level only.
                 tracing::trace!(
-                    output = probe::limited(&done.output),
+                    output = probe::limit_output(&done.output),
                     "a lifecycle hook failed"
                 );
                 Err(format!(

@@ -104,12 +104,14 @@ fn supersedes(new: &Input, old: &Input) -> bool {
             },
         ) => id == before && kind == which,
         // Events of one subject are ordered by kind; the highest contains the most.
-        (Input::Happened(new), Input::Happened(old)) => new.id == old.id && new.kind >= old.kind,
+        (Input::RuntimeEvent(new), Input::RuntimeEvent(old)) => {
+            new.id == old.id && new.kind >= old.kind
+        }
         (Input::Hint, Input::Hint)
         | (Input::VolumesChanged, Input::VolumesChanged)
         | (Input::DriversChanged, Input::DriversChanged)
         | (Input::Devices(_), Input::Devices(_))
-        | (Input::RoomFreed, Input::RoomFreed)
+        | (Input::ResourcesFreed, Input::ResourcesFreed)
         | (Input::Network(_), Input::Network(_))
         | (Input::RuntimeBack, Input::RuntimeBack)
         | (Input::Tick, Input::Tick) => true,
@@ -128,7 +130,7 @@ mod tests {
     fn only_the_last_event_of_a_container_is_kept() {
         let inbox = Inbox::default();
         let happened = |id: &str, kind| {
-            Input::Happened(RuntimeEvent {
+            Input::RuntimeEvent(RuntimeEvent {
                 pod: "u".into(),
                 id: id.into(),
                 kind,
@@ -143,7 +145,7 @@ mod tests {
         inbox.send(happened("b", EventKind::Started));
         let messages = inbox.messages();
         let kept = messages.iter().map(|message| match message {
-            Message::Input(Input::Happened(event)) => (event.id.as_str(), event.kind),
+            Message::Input(Input::RuntimeEvent(event)) => (event.id.as_str(), event.kind),
             _ => ("", EventKind::Deleted),
         });
         let kept: Vec<_> = kept.collect();

@@ -197,7 +197,10 @@ impl Log {
     /// The total duration of all steps of a kind.
     #[must_use]
     pub fn took(&self, step: Step) -> std::time::Duration {
-        self.journal().took(step).try_into().unwrap_or_default()
+        self.journal()
+            .total_duration(step)
+            .try_into()
+            .unwrap_or_default()
     }
 
     /// Records a failed step that is retried elsewhere; `next` is the time of the retry.
@@ -206,7 +209,7 @@ impl Log {
         journal.begin(step, subject, now);
         journal.end(step, subject, Progress::Failed(why.to_owned()), now);
         if let Some(next) = next {
-            journal.again_at(step, subject, next);
+            journal.set_next(step, subject, next);
         }
     }
 
@@ -229,7 +232,7 @@ impl Log {
 
     /// Sets the time of the next retry.
     pub fn again(&self, next: Timestamp) {
-        self.journal().again(next);
+        self.journal().set_next_of_failed(next);
     }
 
     /// Sets what the pod waits for while no step is running or failing.
@@ -273,7 +276,7 @@ impl Log {
     /// Records a transition of the state machine.
     pub fn decided(&self, before: State, input: Input, state: State) {
         self.journal()
-            .decided(self.clock.now(), before, input, state);
+            .record_decision(self.clock.now(), before, input, state);
     }
 }
 
@@ -403,7 +406,7 @@ mod tests {
             object: Some(Arc::clone(&pod)),
             pod,
             removed: false,
-            again: false,
+            starts_again: false,
         };
         let worker = Worker::new(update, Network::Ready, Timestamp::UNIX_EPOCH);
         let rules = Rules {

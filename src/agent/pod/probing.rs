@@ -422,7 +422,7 @@ impl Prober {
                 .await
             {
                 Ok(done) if done.code == 0 => Answer::Success,
-                Ok(done) => Answer::Failure(probe::limited(&done.output)),
+                Ok(done) => Answer::Failure(probe::limit_output(&done.output)),
                 Err(error) if error.kind == RuntimeErrorKind::Timeout => Answer::Failure(format!(
                     "command timed out: {:?} timed out after {}",
                     command.join(" "),

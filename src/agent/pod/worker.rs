@@ -253,8 +253,8 @@ impl Shell {
         self.tell(&turn);
         let pod_now = &self.worker.update().pod;
         if !Arc::ptr_eq(&pod_before, pod_now) {
-            let asked = resize::asked(&pod_before, pod_now);
-            self.context().metrics.record_resize_request(&asked);
+            let changes = resize::requested_changes(&pod_before, pod_now);
+            self.context().metrics.record_resize_request(&changes);
         }
         if self.worker.state.is_ending() {
             self.tools.ending.cancel();
@@ -277,7 +277,7 @@ impl Shell {
         for op in turn.begin {
             self.begin(op);
         }
-        if turn.gone {
+        if turn.left_node {
             return None;
         }
         let wait = turn.wake_at.map(|at| {
@@ -355,7 +355,7 @@ impl Shell {
             return;
         };
         let now = self.tools.context.clock.now();
-        for exit in self.exits.follow(observed, self.first_seen, now) {
+        for exit in self.exits.exits_to_log(observed, self.first_seen, now) {
             tracing::info!(
                 container = exit.container,
                 exit_code = exit.code,
@@ -429,7 +429,7 @@ impl Shell {
             resizing: self.worker.resizing().clone(),
             assets: self.assets.clone(),
             cut_off: matches!(op, Op::Observe { .. }) && std::mem::take(&mut self.cut_off),
-            patient: self.worker.has_completed_unawaited(),
+            patient: self.worker.is_sandbox_stop_deferrable(),
         };
         let span = span(self.worker.pod(), self.worker.state);
         let reported = key.clone();

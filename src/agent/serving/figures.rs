@@ -592,7 +592,7 @@ async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &OnceCell<Layers>) 
         .get_or_init(|| async { context.runtime.layers().await.unwrap_or_default() })
         .await;
     let mut figures = DiskFigures::default();
-    for volume in local_storage::counted(pod) {
+    for volume in local_storage::volumes_on_disk(pod) {
         match context.host.volume_usage(pod, &volume, u64::MAX).await {
             Ok(used) => {
                 figures.ephemeral += used.bytes;

@@ -41,7 +41,7 @@ impl AttachedDisks {
     pub fn new(root: &Path) -> AttachedDisks {
         let names = |place: PathBuf| {
             let name = place.file_name()?.to_str()?.to_owned();
-            Some((place, disks::names_of_place(&name)))
+            Some((place, disks::unique_names_of_directory(&name)))
         };
         let found = all_places(root).into_iter().filter_map(names);
         AttachedDisks {

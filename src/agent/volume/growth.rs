@@ -10,7 +10,7 @@ use crate::agent::metrics::VolumeOperation;
 use crate::agent::{Context, Kind};
 use crate::core::lock::lock;
 use crate::core::volume::claims::Grown;
-use crate::core::volume::expansion::{Due, Tried};
+use crate::core::volume::expansion::{AttemptOutcome, NextAttempt};
 use crate::core::volume::resize::Resize;
 use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
 use crate::csi::CsiError;
@@ -53,11 +53,11 @@ impl NotGrown {
         }
     }
 
-    fn tried(&self) -> Tried {
+    fn tried(&self) -> AttemptOutcome {
         match (self.in_use, self.is_final) {
-            (true, _) => Tried::InUse,
-            (false, true) => Tried::Failed,
-            (false, false) => Tried::Unknown,
+            (true, _) => AttemptOutcome::InUse,
+            (false, true) => AttemptOutcome::Failed,
+            (false, false) => AttemptOutcome::Unknown,
         }
     }
 }
@@ -114,7 +114,7 @@ impl Growing<'_> {
         grow: impl Future<Output = Result<(), NotGrown>>,
     ) -> Result<Option<Timestamp>, Problem> {
         let (context, grown) = (self.context, self.grown);
-        let holds_up = self.waits && !grown.is_told;
+        let holds_up = self.waits && !grown.claim_has_size;
         let known = &context.csi.expansions;
         let (due, has_failed) = {
             let mut known = lock(known);
@@ -122,9 +122,9 @@ impl Growing<'_> {
             (due, known.has_failed(&self.key))
         };
         match due {
-            Due::Never => return Ok(None),
-            Due::At(at) if !holds_up => return Ok(Some(at)),
-            Due::Now | Due::At(_) => {}
+            NextAttempt::Never => return Ok(None),
+            NextAttempt::At(at) if !holds_up => return Ok(Some(at)),
+            NextAttempt::Now | NextAttempt::At(_) => {}
         }
         let begun = Instant::now();
         let outcome = grow.await;
@@ -139,12 +139,15 @@ impl Growing<'_> {
                 Err(failed)
             }
         };
-        let tried = outcome.as_ref().err().map_or(Tried::Done, NotGrown::tried);
+        let tried = outcome
+            .as_ref()
+            .err()
+            .map_or(AttemptOutcome::Done, NotGrown::tried);
         let now = context.clock.now();
-        let again = lock(known).tried(&self.key, grown, tried, now);
+        let again = lock(known).record_attempt(&self.key, grown, tried, now);
         match outcome {
             Err(failed) if !failed.in_use => match holds_up {
-                true => Err(Problem::not_grown(failed.why)),
+                true => Err(Problem::expansion_failed(failed.why)),
                 false => {
                     self.emit_on_pod(&failed.why);
                     Ok(again)
@@ -222,24 +225,24 @@ pub(super) async fn of_local(
     };
     let again = Box::pin(growing.attempt(grow)).await;
     if let Ok(None) = again {
-        lock(&context.csi.expansions).forget(&growing.key);
+        lock(&context.csi.expansions).remove(&growing.key);
     }
     again
 }
 
 /// Publishes in the claim's status that the expansion begins, if the claim tracks the resize.
 pub(super) async fn begin(context: &Context, grown: &Grown) -> Result<(), NotGrown> {
-    if !grown.is_followed {
+    if !grown.records_state {
         return Ok(());
     }
-    let told = context.api.claim_resize(grown, Resize::Begun);
+    let told = context.api.claim_resize(grown, Resize::Started);
     told.await
         .map_err(|e| NotGrown::new(format!("updating the claim's status failed: {e}"), false))
 }
 
 /// Publishes a failure in the claim's status, if the claim tracks the resize.
 async fn emit_failure(context: &Context, grown: &Grown, failed: &NotGrown) {
-    if !grown.is_followed || !failed.is_final {
+    if !grown.records_state || !failed.is_final {
         return;
     }
     let (namespace, claim) = (&grown.namespace, &grown.claim);
@@ -282,10 +285,12 @@ fn emit_on_both(
 
 /// Publishes the volume's size in the claim's status, unless it is there already.
 async fn publish_size(context: &Context, grown: &Grown) -> Result<(), NotGrown> {
-    if grown.is_told {
+    if grown.claim_has_size {
         return Ok(());
     }
-    let told = context.api.claim_resize(grown, Resize::Has(&grown.text));
+    let told = context
+        .api
+        .claim_resize(grown, Resize::Completed(&grown.text));
     told.await.map_err(|e| {
         let why = format!("mountVolume.NodeExpandVolume update pvc status failed: {e}");
         NotGrown::new(why, false)
@@ -311,11 +316,11 @@ mod tests {
             namespace: "n".into(),
             claim: "c".into(),
             uid: None,
-            had: 1,
+            claim_bytes: 1,
             bytes: 2,
             text: "2".into(),
-            is_followed: true,
-            is_told: false,
+            records_state: true,
+            claim_has_size: false,
             is_superseded,
         };
         for (certain, has_failed, is_superseded, expected) in [
@@ -336,9 +341,9 @@ mod tests {
     #[test]
     fn the_drivers_error_decides_about_the_next_attempt() {
         for (certain, unready, expected) in [
-            (false, false, Tried::Unknown),
-            (true, false, Tried::Failed),
-            (true, true, Tried::InUse),
+            (false, false, AttemptOutcome::Unknown),
+            (true, false, AttemptOutcome::Failed),
+            (true, true, AttemptOutcome::InUse),
         ] {
             let failed = NotGrown::from(error(certain, false, unready));
             assert_eq!(failed.tried(), expected);
@@ -350,9 +355,12 @@ mod tests {
         for (error, expected) in [
             (
                 HostError::under_way("resize2fs has been running"),
-                Tried::Unknown,
+                AttemptOutcome::Unknown,
             ),
-            (HostError::failed("resize2fs failed with 1"), Tried::Failed),
+            (
+                HostError::failed("resize2fs failed with 1"),
+                AttemptOutcome::Failed,
+            ),
         ] {
             assert_eq!(NotGrown::from(error).tried(), expected);
         }
@@ -361,6 +369,6 @@ mod tests {
             failed.why,
             "NodeExpand is not supported by the CSI driver d"
         );
-        assert_eq!(failed.tried(), Tried::Failed);
+        assert_eq!(failed.tried(), AttemptOutcome::Failed);
     }
 }

@@ -23,7 +23,7 @@ pub(super) async fn admit(
     let label = match selinux::wanted(pod, &volume.name, files) {
         Ok(label) => label,
         Err(several) => {
-            let is_error = mode == selinux::ALONE;
+            let is_error = mode == selinux::SINGLE_POD;
             context.metrics.several_labels(mode, is_error);
             return match is_error {
                 true => Err(Problem::Claim(several.message)),
@@ -46,7 +46,7 @@ pub(super) async fn admit(
         .metrics
         .labelled(uid, &name, label.as_deref(), labels);
     match admission {
-        Admission::Conflict(why) if mode == selinux::ALONE => Err(Problem::Claim(why)),
+        Admission::Conflict(why) if mode == selinux::SINGLE_POD => Err(Problem::Claim(why)),
         Admission::Conflict(_) | Admission::New | Admission::Same => Ok(()),
     }
 }

@@ -32,7 +32,7 @@ use super::Kind;
 use super::metrics::{PodVolumes, VolumeOperation};
 use super::pod::journal::Log;
 use crate::core::fault::Fault;
-use crate::core::pod::env::Surroundings;
+use crate::core::pod::env::FieldContext;
 use crate::core::pod::journal::Step;
 use crate::core::pod::references::{self, References};
 use crate::core::volume::attachment::{self, Unattached};
@@ -77,7 +77,7 @@ pub struct SetUp {
 
 /// The inputs of volumes, in addition to their spec.
 struct MadeFrom<'a> {
-    around: Surroundings<'a>,
+    around: FieldContext<'a>,
     fetched: &'a Fetched,
     /// The allocatable memory of the node, in bytes.
     memory: u64,
@@ -170,7 +170,7 @@ impl Volumes {
         let wanted = wanted.filter(|volume| used.contains(&volume.name));
         let plugin = |volume: &Volume| match self.resolved.get(&volume.name) {
             Some(resolved) => resolved.qualified_plugin(),
-            None => resolved::resolve(pod, volume, None, resolved::Here::default())
+            None => resolved::resolve(pod, volume, None, resolved::NodeProperties::default())
                 .map_or_else(|_| "N/A".into(), |resolved| resolved.qualified_plugin()),
         };
         let actual = self.resolved.values();
@@ -198,7 +198,7 @@ impl Volumes {
             .step(Step::Objects, "", objects::fetch(&*context.api, pod))
             .await?;
         let (allocatable, node_ips) = (context.allocatable(), context.node_ips.borrow().clone());
-        let around = Surroundings {
+        let around = FieldContext {
             pod,
             pod_ips,
             node_ips: &node_ips,
@@ -326,7 +326,7 @@ impl Volumes {
     ) -> Told {
         let of_claim = matches!(problem, Problem::Claim(_));
         let name = name.filter(|_| !of_claim);
-        let message = problem.told(name.unwrap_or(&volume.name));
+        let message = problem.event_message(name.unwrap_or(&volume.name));
         let events = &context.events;
         match &problem {
             Problem::Permissions(giving) => self.telling.begin(events, pod, giving),
@@ -479,7 +479,7 @@ async fn resolve(
     volume: &Volume,
     memory: u64,
 ) -> Result<ResolvedVolume, Problem> {
-    let here = resolved::Here {
+    let here = resolved::NodeProperties {
         memory,
         label: context.machine.selinux.as_deref(),
     };
@@ -495,15 +495,15 @@ async fn resolve(
         .claimed(&namespace, &name)
         .await
         .map_err(failed)?;
-    let wanted = resolved::usable(pod, volume, &found.claim)?;
+    let wanted = resolved::check_claim(pod, volume, &found.claim)?;
     let bound = found
         .volume
         .ok_or_else(|| refused(format!("persistentVolume {wanted:?} not found")))?;
     let claimed = resolved::Claimed::new(found.claim, bound)?;
     if claimed.is_for_one_pod() && !context.ledger.hold_alone(pod, &namespace, &name).await {
-        return Err(resolved::taken(&claimed));
+        return Err(resolved::already_in_use(&claimed));
     }
-    resolved::reached(&claimed, context.node.borrow().as_deref())?;
+    resolved::check_node_affinity(&claimed, context.node.borrow().as_deref())?;
     resolved::resolve(pod, volume, Some(&claimed), here)
 }
 

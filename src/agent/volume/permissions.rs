@@ -10,7 +10,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::agent::events::{Events, Kind};
 use crate::core::lock::lock;
-use crate::core::volume::permissions::{self, Giving};
+use crate::core::volume::permissions::{self, OwnershipChange};
 use crate::sys::ownership;
 
 /// The volumes of a pod with such events, by the directory whose files are being changed.
@@ -19,7 +19,7 @@ pub(super) struct Telling(Mutex<BTreeMap<PathBuf, AbortOnDropHandle<()>>>);
 
 impl Telling {
     /// Emits events about a volume until all of its files are changed. Does nothing if this is running already.
-    pub(super) fn begin(&self, events: &Events, pod: &Pod, giving: &Giving) {
+    pub(super) fn begin(&self, events: &Events, pod: &Pod, giving: &OwnershipChange) {
         let mut all = lock(&self.0);
         all.retain(|_, telling| !telling.is_finished());
         all.entry(giving.root.clone()).or_insert_with(|| {
@@ -29,7 +29,7 @@ impl Telling {
     }
 }
 
-async fn emit(events: Events, pod: Pod, giving: Giving) {
+async fn emit(events: Events, pod: Pod, giving: OwnershipChange) {
     let far = || ownership::under_way(&giving.root);
     let Some(begun) = far().map(|far| far.begun) else {
         return;
@@ -42,7 +42,7 @@ async fn emit(events: Events, pod: Pod, giving: Giving) {
         let Some(far) = far().filter(|far| far.begun == begun) else {
             return;
         };
-        let message = permissions::message(&giving.shown, told, far.files());
+        let message = permissions::message(&giving.display_path, told, far.files());
         events.pod(&pod, None, Kind::Warning, permissions::REASON, message);
     }
 }
@@ -75,9 +75,9 @@ mod tests {
         let (events, mut heard) = Events::heard();
         let pod: Pod = serde_json::from_value(serde_json::json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"}, "spec": {"containers": []}}))
             .expect("a pod");
-        let giving = Giving {
+        let giving = OwnershipChange {
             root: root.clone(),
-            shown: "u/volumes/x/v".into(),
+            display_path: "u/volumes/x/v".into(),
             progress: String::new(),
         };
         let telling = Telling::default();

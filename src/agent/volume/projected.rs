@@ -12,7 +12,7 @@ use tokio::sync::Mutex;
 
 use crate::agent::Context;
 use crate::core::volume::certificates::{self, CertificateSource, Outcome};
-use crate::core::volume::payload::{self, Credential, Given, TokenSource};
+use crate::core::volume::payload::{self, Credential, FetchedSources, TokenSource};
 use crate::core::volume::resolved::Problem;
 use crate::host::{HostError, blocking};
 use crate::kubeapi::pods::{ApiFailure, CertificateFor, Issued, TokenFor};
@@ -58,15 +58,15 @@ impl Held {
         context: &Context,
         pod: &Pod,
         volume: &Volume,
-    ) -> Result<Given, Problem> {
-        let mut given = Given::default();
+    ) -> Result<FetchedSources, Problem> {
+        let mut given = FetchedSources::default();
         for source in payload::tokens(volume) {
             given.tokens.insert(
                 source.path.clone(),
                 self.token(context, pod, &source).await?,
             );
         }
-        let bundles = certificates::bundles(volume);
+        let bundles = certificates::trust_bundle_sources(volume);
         if !bundles.is_empty() {
             let all = context
                 .api
@@ -74,14 +74,15 @@ impl Held {
                 .await
                 .map_err(|e| Problem::later(format!("cannot read the trust bundles: {e}")))?;
             for source in bundles {
-                given
-                    .bundles
-                    .insert(source.path.clone(), certificates::trusted(source, &all)?);
+                given.bundles.insert(
+                    source.path.clone(),
+                    certificates::select_trust_bundle(source, &all)?,
+                );
             }
         }
         for source in certificates::sources(volume) {
             given.credentials.insert(
-                source.place,
+                source.source_index,
                 self.credential(context, pod, &volume.name, &source).await?,
             );
         }
@@ -137,7 +138,7 @@ impl Held {
         volume: &str,
         source: &CertificateSource,
     ) -> Result<Credential, Problem> {
-        let place = (volume.to_owned(), source.place);
+        let place = (volume.to_owned(), source.source_index);
         // Removed during the request to the API; inserted again with all changes, even after a failure.
         let mut certified = self
             .certificates

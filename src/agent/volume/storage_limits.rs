@@ -1,5 +1,5 @@
 //! Evicts pods that exceed their limits of local ephemeral storage (`pkg/kubelet/eviction`, `localStorageEviction`).
-//! Only pods with limits are measured, each in its own task; `core::volume::counting` decides when.
+//! Only pods with limits are measured, each in its own task; `core::volume::usage_schedule` decides when.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use tokio::time::Instant;
 
 use crate::agent::Context;
 use crate::core::node::ledger::Eviction;
-use crate::core::volume::counting::{Counting, PERIOD};
 use crate::core::volume::local_storage::{self, Limits, Usage};
+use crate::core::volume::usage_schedule::{PERIOD, UsageSchedule};
 use crate::core::{node::preempt, pod};
 use crate::cri::Layer;
 use crate::host::HostError;
@@ -24,14 +24,14 @@ pub async fn run(context: Arc<Context>) {
     if !context.config.ephemeral_storage {
         return std::future::pending().await;
     }
-    let (epoch, mut counting) = (Instant::now(), Counting::default());
+    let (epoch, mut schedule) = (Instant::now(), UsageSchedule::default());
     let mut walks: JoinSet<String> = JoinSet::new();
     loop {
         let round_ends = Instant::now() + PERIOD;
         let limited = limited(&context).await;
         let layers = Arc::new(layers(&context, &limited).await);
         loop {
-            for uid in counting.begin(limited.keys().map(String::as_str), epoch.elapsed()) {
+            for uid in schedule.begin(limited.keys().map(String::as_str), epoch.elapsed()) {
                 let (pod, limits) = limited[&uid].clone();
                 let (context, layers) = (Arc::clone(&context), Arc::clone(&layers));
                 walks.spawn(async move {
@@ -44,7 +44,7 @@ pub async fn run(context: Arc<Context>) {
                 Some(ended) = walks.join_next() => {
                     // A panic terminates the process.
                     if let Ok(uid) = ended {
-                        counting.ended(&uid, epoch.elapsed());
+                        schedule.record_end(&uid, epoch.elapsed());
                     }
                 }
                 () = tokio::time::sleep_until(round_ends) => break,
@@ -68,7 +68,7 @@ async fn limited(context: &Context) -> BTreeMap<String, (Arc<Pod>, Limits)> {
 /// The writable layers of containers, if a limit includes them.
 async fn layers(context: &Context, limited: &BTreeMap<String, (Arc<Pod>, Limits)>) -> Layers {
     let mut limits = limited.values().map(|(_, limits)| limits);
-    if !limits.any(Limits::counts_containers) {
+    if !limits.any(Limits::needs_container_usage) {
         return Layers::new();
     }
     let layers = context.runtime.layers().await;
@@ -102,16 +102,16 @@ async fn usage(
     layers: &Layers,
 ) -> Result<Usage, HostError> {
     let mut usage = Usage::default();
-    for volume in local_storage::counted(pod) {
+    for volume in local_storage::volumes_on_disk(pod) {
         if limits.volumes.contains_key(&volume) || limits.pod.is_some() {
             let used = context
                 .host
-                .volume_usage(pod, &volume, limits.enough(&volume))
+                .volume_usage(pod, &volume, limits.measure_limit(&volume))
                 .await?;
             usage.volumes.insert(volume, used.bytes);
         }
     }
-    if limits.counts_containers() {
+    if limits.needs_container_usage() {
         for (_, container) in pod::containers(pod) {
             let layer = layers
                 .get(&(pod::uid(pod).to_owned(), container.name.clone()))

@@ -75,7 +75,7 @@ impl Storage {
             let volume = self.volumes.iter().find(|v| v.name_any() == bound);
             return match volume {
                 None => Some(format!("persistentvolume {bound:?} not found")),
-                Some(volume) if !claims::reaches(volume, node) => {
+                Some(volume) if !claims::is_accessible_from(volume, node) => {
                     Some("node(s) didn't match PersistentVolume's node affinity".into())
                 }
                 Some(_) => None,

@@ -64,7 +64,7 @@ impl Filesystem {
 
 /// An image on the node.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Present {
+pub struct ImageOnNode {
     /// The image id of the runtime.
     pub id: String,
     /// Size in bytes.
@@ -85,9 +85,9 @@ struct Known {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Plan {
     /// Images to remove because they were unused for too long.
-    pub aged: Vec<Present>,
+    pub aged: Vec<ImageOnNode>,
     /// Images to remove in this order until [`Plan::wanted`] bytes are free.
-    pub candidates: Vec<Present>,
+    pub candidates: Vec<ImageOnNode>,
     /// Bytes to free.
     pub wanted: u64,
 }
@@ -98,13 +98,13 @@ pub struct Plan {
 pub struct Ledger {
     known: BTreeMap<String, Known>,
     /// Whether images were recorded before.
-    begun: bool,
+    is_initialised: bool,
 }
 
 impl Ledger {
     /// Records the present images. Images of the first call existed before, so they count as seen at the epoch.
-    pub fn look(&mut self, images: &[Present], now: Timestamp) {
-        let detected = if std::mem::replace(&mut self.begun, true) {
+    pub fn record(&mut self, images: &[ImageOnNode], now: Timestamp) {
+        let detected = if std::mem::replace(&mut self.is_initialised, true) {
             now
         } else {
             Timestamp::UNIX_EPOCH
@@ -127,12 +127,12 @@ impl Ledger {
     #[must_use]
     pub fn unused(
         &self,
-        images: &[Present],
+        images: &[ImageOnNode],
         minimum_age: SignedDuration,
         now: Timestamp,
-    ) -> Vec<Present> {
-        let of = |image: &Present| self.known(image, now);
-        let mut idle: Vec<Present> = images
+    ) -> Vec<ImageOnNode> {
+        let of = |image: &ImageOnNode| self.known(image, now);
+        let mut idle: Vec<ImageOnNode> = images
             .iter()
             .filter(|i| !i.used && !i.pinned)
             .filter(|i| now.duration_since(of(i).detected) >= minimum_age)
@@ -142,7 +142,7 @@ impl Ledger {
         idle
     }
 
-    fn known(&self, image: &Present, now: Timestamp) -> Known {
+    fn known(&self, image: &ImageOnNode, now: Timestamp) -> Known {
         self.known.get(&image.id).copied().unwrap_or(Known {
             detected: now,
             used: None,
@@ -153,21 +153,22 @@ impl Ledger {
     #[must_use]
     pub fn plan(
         &self,
-        images: &[Present],
+        images: &[ImageOnNode],
         rules: &Rules,
         disk: Filesystem,
         since: Timestamp,
         now: Timestamp,
     ) -> Plan {
         let idle = self.unused(images, rules.minimum_age, now);
-        let too_old = |image: &Present| {
+        let too_old = |image: &ImageOnNode| {
             let known = self.known(image, now);
             rules.maximum_age.is_some_and(|most| {
                 now.duration_since(since) > most
                     && now.duration_since(known.used.unwrap_or(known.detected)) > most
             })
         };
-        let (aged, candidates): (Vec<Present>, Vec<Present>) = idle.into_iter().partition(too_old);
+        let (aged, candidates): (Vec<ImageOnNode>, Vec<ImageOnNode>) =
+            idle.into_iter().partition(too_old);
         let crowded = rules.high < 100 && disk.percent() >= u64::from(rules.high);
         let floor = u64::try_from(
             u128::from(disk.capacity).saturating_mul(100_u8.saturating_sub(rules.low).into()) / 100,
@@ -189,24 +190,24 @@ impl Ledger {
     /// The decision about each image under a plan: removed images first, in their order. `users` returns what uses an
     /// image.
     #[must_use]
-    pub fn fates(
+    pub fn decisions(
         &self,
-        images: &[Present],
+        images: &[ImageOnNode],
         plan: &Plan,
         minimum_age: SignedDuration,
         now: Timestamp,
-        users: impl Fn(&Present) -> Vec<String>,
-    ) -> Vec<Judged> {
-        let judged = |image: &Present, fate| Judged {
+        users: impl Fn(&ImageOnNode) -> Vec<String>,
+    ) -> Vec<ImageDecision> {
+        let decision = |image: &ImageOnNode, fate| ImageDecision {
             image: image.clone(),
             last_used: self.known(image, now).used,
             fate,
         };
         let mut freed = 0;
-        let mut all: Vec<Judged> = plan
+        let mut all: Vec<ImageDecision> = plan
             .aged
             .iter()
-            .map(|image| judged(image, Fate::Goes(Removal::Age)))
+            .map(|image| decision(image, Fate::Goes(Removal::Age)))
             .collect();
         for image in &plan.candidates {
             let fate = match freed < plan.wanted {
@@ -214,24 +215,24 @@ impl Ledger {
                 false => Fate::Stays(Stay::Enough),
             };
             freed = freed.saturating_add(image.size);
-            all.push(judged(image, fate));
+            all.push(decision(image, fate));
         }
         let rest = images
             .iter()
             .filter(|i| !plan.aged.contains(i) && !plan.candidates.contains(i));
-        let mut rest: Vec<Judged> = rest
+        let mut rest: Vec<ImageDecision> = rest
             .map(|image| {
                 let age = now.duration_since(self.known(image, now).detected);
                 let stay = match image {
-                    Present { used: true, .. } => Stay::InUse(users(image)),
-                    Present { pinned: true, .. } => Stay::Pinned,
+                    ImageOnNode { used: true, .. } => Stay::InUse(users(image)),
+                    ImageOnNode { pinned: true, .. } => Stay::Pinned,
                     _ if age < minimum_age => Stay::New,
                     _ => Stay::NoNeed,
                 };
-                judged(image, Fate::Stays(stay))
+                decision(image, Fate::Stays(stay))
             })
             .collect();
-        rest.sort_by_key(|judged| (judged.last_used, judged.image.id.clone()));
+        rest.sort_by_key(|decision| (decision.last_used, decision.image.id.clone()));
         all.extend(rest);
         all
     }
@@ -239,9 +240,9 @@ impl Ledger {
 
 /// An image and the decision about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Judged {
+pub struct ImageDecision {
     /// The image.
-    pub image: Present,
+    pub image: ImageOnNode,
     /// When the image was last seen in use.
     pub last_used: Option<Timestamp>,
     /// The decision.
@@ -256,8 +257,8 @@ mod tests {
         Timestamp::from_second(seconds).expect("a time")
     }
 
-    fn image(id: &str, used: bool) -> Present {
-        Present {
+    fn image(id: &str, used: bool) -> ImageOnNode {
+        ImageOnNode {
             id: id.into(),
             size: 10,
             pinned: false,
@@ -265,7 +266,7 @@ mod tests {
         }
     }
 
-    fn ids(images: &[Present]) -> Vec<&str> {
+    fn ids(images: &[ImageOnNode]) -> Vec<&str> {
         images.iter().map(|i| i.id.as_str()).collect()
     }
 
@@ -279,11 +280,11 @@ mod tests {
                 available: 100,
             },
         );
-        ledger.look(
+        ledger.record(
             &[image("a", true), image("b", true), image("never", false)],
             at(0),
         );
-        ledger.look(
+        ledger.record(
             &[image("a", true), image("b", false), image("never", false)],
             at(50),
         );
@@ -297,7 +298,7 @@ mod tests {
             image("busy", true),
             pinned,
         ];
-        ledger.look(&now, at(150));
+        ledger.record(&now, at(150));
         let plan = ledger.plan(&now, &rules, full, at(0), at(150));
         assert_eq!(
             (ids(&plan.candidates), plan.wanted, plan.aged.len()),
@@ -349,7 +350,7 @@ mod tests {
             },
         );
         let there = [image("old", false)];
-        ledger.look(&there, at(1000));
+        ledger.record(&there, at(1000));
         assert_eq!(
             ids(&ledger
                 .plan(&there, &Rules::default(), full, at(1000), at(1000))
@@ -357,7 +358,7 @@ mod tests {
             ["old"]
         );
         let more = [image("old", false), image("new", false)];
-        ledger.look(&more, at(1001));
+        ledger.record(&more, at(1001));
         assert_eq!(
             ids(&ledger
                 .plan(&more, &Rules::default(), full, at(1000), at(1001))
@@ -380,9 +381,9 @@ mod tests {
             },
         );
         let images = [image("a", false), image("b", false)];
-        ledger.look(&[image("a", true), image("b", false)], at(0));
-        ledger.look(&[image("a", true), image("b", false)], at(200));
-        ledger.look(&images, at(400));
+        ledger.record(&[image("a", true), image("b", false)], at(0));
+        ledger.record(&[image("a", true), image("b", false)], at(200));
+        ledger.record(&images, at(400));
         assert_eq!(
             ids(&ledger.plan(&images, &rules, roomy, at(0), at(400)).aged),
             ["b"]
@@ -422,13 +423,13 @@ mod tests {
             image("used", true),
             pinned,
         ];
-        ledger.look(&images, at(0));
-        let more: Vec<Present> = images.into_iter().chain([image("new", false)]).collect();
-        ledger.look(&more, at(100));
-        let fates = |rules: &Rules| -> Vec<(String, Fate)> {
+        ledger.record(&images, at(0));
+        let more: Vec<ImageOnNode> = images.into_iter().chain([image("new", false)]).collect();
+        ledger.record(&more, at(100));
+        let decisions = |rules: &Rules| -> Vec<(String, Fate)> {
             let plan = ledger.plan(&more, rules, full, at(0), at(150));
-            let by = |_: &Present| vec!["pod n/p".to_owned()];
-            let all = ledger.fates(&more, &plan, rules.minimum_age, at(150), by);
+            let by = |_: &ImageOnNode| vec!["pod n/p".to_owned()];
+            let all = ledger.decisions(&more, &plan, rules.minimum_age, at(150), by);
             all.into_iter().map(|j| (j.image.id, j.fate)).collect()
         };
         let in_use = Fate::Stays(Stay::InUse(vec!["pod n/p".into()]));
@@ -449,11 +450,11 @@ mod tests {
             ..Rules::default()
         };
         assert_eq!(
-            fates(&high),
+            decisions(&high),
             expected(Fate::Goes(Removal::Space), kept(Stay::Enough))
         );
         assert_eq!(
-            fates(&Rules::default()),
+            decisions(&Rules::default()),
             expected(kept(Stay::NoNeed), kept(Stay::NoNeed))
         );
         let old = Rules {
@@ -461,7 +462,7 @@ mod tests {
             ..Rules::default()
         };
         let aged = || Fate::Goes(Removal::Age);
-        assert_eq!(fates(&old), expected(aged(), aged()));
+        assert_eq!(decisions(&old), expected(aged(), aged()));
     }
 
     #[test]

@@ -42,7 +42,7 @@ fn parts(text: &str) -> (&str, Option<&str>, &str) {
 
 /// Normalises a key of a docker configuration: removes the scheme, and the API version before the path. A trailing
 /// slash of the path stays, so that `team/` does not match `team2`.
-fn bare(key: &str) -> String {
+fn normalise_key(key: &str) -> String {
     let key = key
         .trim_start_matches("https://")
         .trim_start_matches("http://");
@@ -96,7 +96,7 @@ fn label_matches(pattern: &str, label: &str) -> bool {
 /// Whether a pattern covers an image: the same number of host labels, each matching; the same port; and a prefix of the
 /// path.
 #[must_use]
-pub fn covers(pattern: &str, image: &str) -> bool {
+pub fn pattern_matches(pattern: &str, image: &str) -> bool {
     let (pattern_host, pattern_port, pattern_path) = parts(pattern);
     let (host, port, path) = parts(image);
     let (wanted, labels): (Vec<&str>, Vec<&str>) =
@@ -126,7 +126,7 @@ pub fn matching(entries: &[Entry], image: &str) -> Vec<Entry> {
     let repository = repository(image);
     let mut found: Vec<Entry> = entries
         .iter()
-        .filter(|e| covers(&e.pattern, &repository))
+        .filter(|e| pattern_matches(&e.pattern, &repository))
         .cloned()
         .collect();
     if found.is_empty() && repository.starts_with(HUB) {
@@ -145,7 +145,7 @@ fn entry(key: &str, value: &Value) -> Option<Entry> {
         None => (text("username")?.to_owned(), text("password")?.to_owned()),
     };
     Some(Entry {
-        pattern: bare(key),
+        pattern: normalise_key(key),
         username,
         password,
     })
@@ -236,10 +236,16 @@ mod tests {
             ("reg.example/team/", "reg.example/team/"),
             ("reg.example/v2team", "reg.example/v2team"),
         ] {
-            assert_eq!(bare(key), expected, "{key}");
+            assert_eq!(normalise_key(key), expected, "{key}");
         }
-        assert!(covers(&bare("reg.example/team/"), "reg.example/team/x"));
-        assert!(!covers(&bare("reg.example/team/"), "reg.example/team2/x"));
+        assert!(pattern_matches(
+            &normalise_key("reg.example/team/"),
+            "reg.example/team/x"
+        ));
+        assert!(!pattern_matches(
+            &normalise_key("reg.example/team/"),
+            "reg.example/team2/x"
+        ));
     }
 
     #[test]

@@ -36,7 +36,7 @@ pub fn with_default_tag(image: &str) -> Result<String, String> {
 
 /// A name as runtimes list it: complete, with the digest if there is one, or else the tag.
 #[must_use]
-pub fn canonical(image: &str) -> Option<String> {
+pub fn canonical_name(image: &str) -> Option<String> {
     let reference = Reference::parse(image).ok()?;
     let repository = format!("{}/{}", reference.registry, reference.repository);
     Some(match (reference.digest, reference.tag) {
@@ -63,7 +63,7 @@ pub fn untagged(image: &str) -> &str {
 
 /// Reason and message of a failed pull. A runtime's error starts with the name of a known reason, if it has one.
 #[must_use]
-pub fn failure(image: &str, error: &str) -> (&'static str, String) {
+pub fn pull_failure(image: &str, error: &str) -> (&'static str, String) {
     let known = [
         ("RegistryUnavailable", "the registry is unavailable"),
         (
@@ -117,11 +117,11 @@ mod tests {
         }
         assert!(with_default_tag("Not Valid!").is_err() && !tag_is_latest("Not Valid!"));
         assert_eq!(
-            canonical("busybox").as_deref(),
+            canonical_name("busybox").as_deref(),
             Some("docker.io/library/busybox:latest")
         );
         assert_eq!(
-            canonical("r.example:5000/a:1").as_deref(),
+            canonical_name("r.example:5000/a:1").as_deref(),
             Some("r.example:5000/a:1")
         );
         let both = digest.replace('@', ":1@");
@@ -137,7 +137,7 @@ mod tests {
             assert_eq!(untagged(image), expected, "{image}");
         }
         assert_eq!(
-            canonical(&digest),
+            canonical_name(&digest),
             Some(format!("docker.io/library/{digest}"))
         );
     }
@@ -177,10 +177,10 @@ mod tests {
                 "invalid checksum digest length".into(),
             ),
         ] {
-            let said = format!(
+            let message = format!(
                 "Failed to apply default image tag {image:?}: couldn't parse image name {image:?}: {expected}"
             );
-            assert_eq!(with_default_tag(image), Err(said));
+            assert_eq!(with_default_tag(image), Err(message));
         }
         // A first component with capitals is taken as a host. Tags may have capitals too.
         for image in ["Host/one:1", "one:LATEST"] {
@@ -207,7 +207,7 @@ mod tests {
                 "not found: RegistryUnavailable/x",
             ),
         ] {
-            assert_eq!(failure("r/x", error), (reason, message.to_owned()));
+            assert_eq!(pull_failure("r/x", error), (reason, message.to_owned()));
         }
     }
 }

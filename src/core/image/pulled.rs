@@ -78,7 +78,7 @@ pub struct Record {
 
 /// Credentials of a successful pull.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum By {
+pub enum PullCredential {
     /// A pod's pull secret.
     Secret(BySecret),
     /// Credentials from a plugin for the pod's service account.
@@ -89,26 +89,27 @@ pub enum By {
 
 impl Record {
     /// Adds the credentials of a pull.
-    pub fn note(&mut self, image: &str, by: By, now: &str) {
+    pub fn add_pull(&mut self, image: &str, by: PullCredential, now: &str) {
         self.kind = "ImagePulledRecord".into();
         self.api_version = "kubelet.config.k8s.io/v1beta1".into();
         self.last_updated_time = now.to_owned();
         let access = self.credential_mapping.entry(image.to_owned()).or_default();
         match by {
-            By::Anyone => {
+            PullCredential::Anyone => {
                 *access = Access {
                     node_pods_accessible: true,
                     ..Access::default()
                 }
             }
-            By::Secret(_) | By::Account(_) if access.node_pods_accessible => {}
-            By::Account(account) => {
+            PullCredential::Secret(_) | PullCredential::Account(_)
+                if access.node_pods_accessible => {}
+            PullCredential::Account(account) => {
                 let known = &mut access.kubernetes_service_accounts;
                 known.push(account);
                 known.sort();
                 known.dedup();
             }
-            By::Secret(secret) => {
+            PullCredential::Secret(secret) => {
                 access.kubernetes_secrets.retain(|s| {
                     (&s.uid, &s.namespace, &s.name)
                         != (&secret.uid, &secret.namespace, &secret.name)
@@ -121,7 +122,7 @@ impl Record {
 
 /// Credentials of a pod.
 #[derive(Debug, Clone, Copy)]
-pub struct Own<'a> {
+pub struct PodCredentials<'a> {
     /// The pod's pull secrets.
     pub secrets: &'a [BySecret],
     /// The pod's service account, if a plugin has credentials for it.
@@ -130,7 +131,7 @@ pub struct Own<'a> {
 
 /// Whether access to an image depends on the pod's service account. Plugins are called only if it does.
 #[must_use]
-pub fn goes_by_account(image: &str, record: Option<&Record>) -> bool {
+pub fn depends_on_account(image: &str, record: Option<&Record>) -> bool {
     let access = record.and_then(|r| r.credential_mapping.get(image));
     access.is_some_and(|access| !access.kubernetes_service_accounts.is_empty())
 }
@@ -143,7 +144,7 @@ pub fn may_use(
     image: &str,
     record: Option<&Record>,
     pulling: bool,
-    own: Own<'_>,
+    own: PodCredentials<'_>,
 ) -> bool {
     let free = match policy {
         Policy::NeverVerify => true,
@@ -188,7 +189,7 @@ mod tests {
     #[test]
     fn only_pods_that_could_have_pulled_an_image_may_use_it() {
         let mut record = Record::default();
-        record.note("r/x", By::Secret(secret("a", "h1")), "t");
+        record.add_pull("r/x", PullCredential::Secret(secret("a", "h1")), "t");
         let cases = [
             (Policy::default(), None, false, vec![], true, "preloaded"),
             (
@@ -265,7 +266,7 @@ mod tests {
             ),
         ];
         for (policy, record, pulling, secrets, expected, what) in cases {
-            let own = Own {
+            let own = PodCredentials {
                 secrets: &secrets,
                 account: None,
             };
@@ -276,7 +277,7 @@ mod tests {
             );
         }
         let of = |image: &str, record: &Record, secrets: &[BySecret]| {
-            let own = Own {
+            let own = PodCredentials {
                 secrets,
                 account: None,
             };
@@ -286,7 +287,7 @@ mod tests {
             !of("r/other", &record, &[secret("a", "h1")]),
             "another name of the image is checked itself"
         );
-        record.note("r/x", By::Anyone, "t");
+        record.add_pull("r/x", PullCredential::Anyone, "t");
         assert!(of("r/x", &record, &[]));
     }
 
@@ -298,20 +299,22 @@ mod tests {
             uid: uid.into(),
         };
         let mut record = Record::default();
-        assert!(!goes_by_account("r/x", Some(&record)));
+        assert!(!depends_on_account("r/x", Some(&record)));
         for name in ["b", "a", "b"] {
-            record.note("r/x", By::Account(account(name, "1")), "t");
+            record.add_pull("r/x", PullCredential::Account(account(name, "1")), "t");
         }
-        assert!(goes_by_account("r/x", Some(&record)) && !goes_by_account("r/y", Some(&record)));
+        assert!(
+            depends_on_account("r/x", Some(&record)) && !depends_on_account("r/y", Some(&record))
+        );
         let text = serde_json::to_value(&record).expect("a record");
-        let noted = &text["credentialMapping"]["r/x"];
+        let access = &text["credentialMapping"]["r/x"];
         let of = |name: &str| serde_json::json!({"namespace": "n", "name": name, "uid": "1"});
         assert_eq!(
-            *noted,
+            *access,
             serde_json::json!({"kubernetesServiceAccounts": [of("a"), of("b")]})
         );
         let may = |record: &Record, account: Option<&ByAccount>| {
-            let own = Own {
+            let own = PodCredentials {
                 secrets: &[],
                 account,
             };
@@ -325,8 +328,8 @@ mod tests {
         for other in [account("a", "2"), account("c", "1")] {
             assert!(!may(&record, Some(&other)), "{other:?}");
         }
-        record.note("r/x", By::Anyone, "t");
-        record.note("r/x", By::Account(account("c", "1")), "t");
-        assert!(may(&record, None) && !goes_by_account("r/x", Some(&record)));
+        record.add_pull("r/x", PullCredential::Anyone, "t");
+        record.add_pull("r/x", PullCredential::Account(account("c", "1")), "t");
+        assert!(may(&record, None) && !depends_on_account("r/x", Some(&record)));
     }
 }

@@ -80,7 +80,7 @@ pub struct Kill {
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PodActions {
     /// The pod must terminate: its sandbox was lost, and its containers must not be restarted.
-    pub give_up: bool,
+    pub must_terminate: bool,
     /// Stop all containers and the sandbox before anything else.
     pub kill_pod: bool,
     /// Create a sandbox with this attempt number.
@@ -94,7 +94,7 @@ pub struct PodActions {
     pub kill: Vec<Kill>,
     /// Ids of running containers that this plan stops in order to restart them, whatever their exit code. Upstream
     /// restarts them in the `SyncPod` call that stops them.
-    pub again: Vec<String>,
+    pub to_restart: Vec<String>,
     /// Names of containers to resize while they run.
     pub resize: Vec<String>,
     /// Containers to start, in order.
@@ -278,7 +278,7 @@ pub fn compute(
     // Upstream checks all containers here. If the init container had finished when the sandbox was lost, it leaves the
     // pod Pending indefinitely.
     if all_never && attempt != 0 && ever_ran {
-        actions.give_up = true;
+        actions.must_terminate = true;
         return actions;
     }
     let wanted: Vec<&Container> = spec
@@ -295,7 +295,7 @@ pub fn compute(
     let stopped = wanted.iter().filter(|c| may_restart(pod, c));
     let stopped = stopped.filter_map(|c| observed.newest(&c.name));
     let running = stopped.filter(|newest| newest.is_running());
-    actions.again = running.map(|newest| newest.id.clone()).collect();
+    actions.to_restart = running.map(|newest| newest.id.clone()).collect();
     // In a new sandbox, all init containers run again from the first.
     actions.start = match init.first() {
         Some(first) => vec![start(
@@ -317,7 +317,7 @@ pub fn compute(
 /// The containers to restart if a rule restarts all containers. Those whose exit matched the rule come last, so that
 /// the cause persists if the agent crashes in between.
 fn restart_all(pod: &Pod, observed: &ObservedPod, sandbox: &str) -> Vec<Kill> {
-    let asks = |seen: &&observed::Container| {
+    let matches_rule = |seen: &&observed::Container| {
         seen.state == ContainerState::Exited
             && pod::containers(pod).iter().any(|(role, c)| {
                 c.name == seen.name
@@ -337,7 +337,7 @@ fn restart_all(pod: &Pod, observed: &ObservedPod, sandbox: &str) -> Vec<Kill> {
         .containers
         .iter()
         .filter(|c| c.sandbox == sandbox && !ephemeral(c))
-        .partition(asks);
+        .partition(matches_rule);
     if sources.is_empty() || pod.metadata.deletion_timestamp.is_some() {
         return vec![];
     }
@@ -372,7 +372,7 @@ fn resized(container: &Container, health: &Health<'_>) -> Option<String> {
 
 /// The reason to stop a running container, and whether it is restarted (`computePodActions` in
 /// `pkg/kubelet/kuberuntime/kuberuntime_manager.go`).
-fn condemned(
+fn reason_to_stop(
     pod: &Pod,
     role: Role,
     container: &Container,
@@ -382,7 +382,7 @@ fn condemned(
     if pod.metadata.deletion_timestamp.is_some() {
         return None;
     }
-    let who = match role {
+    let subject = match role {
         Role::Sidecar => "Init container",
         _ => "Container",
     };
@@ -417,7 +417,7 @@ fn condemned(
         true => ", will be restarted",
         false => "",
     };
-    let message = format!("{who} {} {what}{then}", container.name);
+    let message = format!("{subject} {} {what}{then}", container.name);
     Some((
         Kill {
             id: seen.id.clone(),
@@ -430,13 +430,13 @@ fn condemned(
 }
 
 fn unknown(role: Role, seen: &observed::Container) -> Kill {
-    let who = if role == Role::Regular {
+    let subject = if role == Role::Regular {
         "Container"
     } else {
         "Init container"
     };
     let message = format!(
-        "{who} {} is in unknown state, try killing it before restart",
+        "{subject} {} is in unknown state, try killing it before restart",
         seen.name
     );
     Kill {
@@ -456,7 +456,7 @@ fn with_sandbox(
 ) -> PodActions {
     let spec = pod::spec(pod);
     // Containers of older sandboxes do not count.
-    let here = |name: &str| observed.newest(name).filter(|c| c.sandbox == sandbox);
+    let in_sandbox = |name: &str| observed.newest(name).filter(|c| c.sandbox == sandbox);
     let mut actions = PodActions {
         sandbox: Some(sandbox.clone()),
         restart_all: restart_all(pod, observed, &sandbox),
@@ -475,8 +475,11 @@ fn with_sandbox(
         }
     }
     let init = spec.init_containers.as_deref().unwrap_or_default();
-    let ran = spec.containers.iter().any(|c| here(&c.name).is_some());
-    match init_step(pod, init, ran, health, &here, &start, &mut actions) {
+    let ran = spec
+        .containers
+        .iter()
+        .any(|c| in_sandbox(&c.name).is_some());
+    match init_step(pod, init, ran, health, &in_sandbox, &start, &mut actions) {
         InitStep::Wait => return actions,
         InitStep::Failed => {
             actions.start.clear();
@@ -491,7 +494,7 @@ fn with_sandbox(
         if let Some(seen) = newest.filter(|s| s.is_running()) {
             let restarts = match seen.sandbox == sandbox {
                 false => may_restart(pod, container),
-                true => match condemned(pod, Role::Regular, container, seen, health) {
+                true => match reason_to_stop(pod, Role::Regular, container, seen, health) {
                     None => {
                         keep = keep.saturating_add(1);
                         actions.resize.extend(resized(container, health));
@@ -504,12 +507,12 @@ fn with_sandbox(
                 },
             };
             if restarts {
-                actions.again.push(seen.id.clone());
+                actions.to_restart.push(seen.id.clone());
                 actions.start.push(start(Role::Regular, container));
             }
         } else if should_start(pod, container, observed, health.stopped_to_restart) {
             if let Some(lost) = newest.filter(|s| s.state == ContainerState::Unknown) {
-                actions.again.push(lost.id.clone());
+                actions.to_restart.push(lost.id.clone());
                 if lost.sandbox == sandbox {
                     actions.kill.push(unknown(Role::Regular, lost));
                 }
@@ -553,18 +556,18 @@ fn init_step<'a>(
     init: &[Container],
     initialised: bool,
     health: &Health<'_>,
-    here: &impl Fn(&str) -> Option<&'a observed::Container>,
+    in_sandbox: &impl Fn(&str) -> Option<&'a observed::Container>,
     start: &impl Fn(Role, &Container) -> Start,
     actions: &mut PodActions,
 ) -> InitStep {
     // Init containers before one that was started have succeeded, even if their instances were removed.
-    let begun = init.iter().rposition(|c| here(&c.name).is_some());
+    let begun = init.iter().rposition(|c| in_sandbox(&c.name).is_some());
     for (place, container) in init.iter().enumerate() {
-        let seen = here(&container.name);
+        let seen = in_sandbox(&container.name);
         if pod::is_sidecar(container) {
             let goes_on = match seen {
                 Some(seen) if seen.state == ContainerState::Running => {
-                    match condemned(pod, Role::Sidecar, container, seen, health) {
+                    match reason_to_stop(pod, Role::Sidecar, container, seen, health) {
                         None => {
                             actions.resize.extend(resized(container, health));
                             health.probed.started(container, &seen.id)
@@ -618,7 +621,7 @@ fn init_step<'a>(
                 }
                 // A container in unknown state may still run. Two instances must not run at once.
                 if is_unknown {
-                    actions.again.push(seen.id.clone());
+                    actions.to_restart.push(seen.id.clone());
                     actions.kill.push(unknown(Role::Init, seen));
                 }
                 actions.start.push(start(Role::Init, container));

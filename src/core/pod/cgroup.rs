@@ -127,7 +127,7 @@ pub fn uid_of(name: &str, driver: Driver) -> Option<String> {
 
 /// The path of a pod's cgroup ([`pod_path`]), or of one of its containers' cgroups, below the root of the hierarchy.
 #[must_use]
-pub fn place(path: &str, container: Option<&str>) -> String {
+pub fn hierarchy_path(path: &str, container: Option<&str>) -> String {
     let Some(name) = path.strip_suffix(".slice") else {
         return container.map_or_else(|| path.to_owned(), |id| format!("{path}/{id}"));
     };
@@ -285,10 +285,13 @@ mod tests {
 
     #[test]
     fn cgroup_paths_follow_the_driver() {
-        assert_eq!(place("/kubepods/podu", None), "/kubepods/podu");
-        assert_eq!(place("/kubepods/podu", Some("id")), "/kubepods/podu/id");
+        assert_eq!(hierarchy_path("/kubepods/podu", None), "/kubepods/podu");
         assert_eq!(
-            place("kubepods-burstable-podu_1.slice", Some("id")),
+            hierarchy_path("/kubepods/podu", Some("id")),
+            "/kubepods/podu/id"
+        );
+        assert_eq!(
+            hierarchy_path("kubepods-burstable-podu_1.slice", Some("id")),
             "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-podu_1.slice/cri-containerd-id.scope"
         );
     }

@@ -108,7 +108,7 @@ impl std::fmt::Display for Difference {
 
 /// A cgroup that another program had changed and that the agent has restored.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mended {
+pub struct RestoredCgroup {
     /// The cgroup's path, or the name of its slice.
     pub cgroup: String,
     /// The values that differed.

@@ -66,14 +66,14 @@ impl Desired {
             pod: Arc::clone(pod),
             object: Some(Arc::clone(pod)),
             removed: false,
-            again: false,
+            starts_again: false,
         });
         let statics = self.statics.get(name).into_iter().flatten();
         let statics = statics.map(|pod| Update {
             pod: Arc::clone(pod),
             object: mirror.cloned(),
             removed: false,
-            again: false,
+            starts_again: false,
         });
         own.into_iter().chain(statics).collect()
     }

@@ -26,7 +26,7 @@ pub trait Objects {
 }
 
 /// The values that field references resolve to.
-pub struct Surroundings<'a> {
+pub struct FieldContext<'a> {
     /// The pod whose fields are referenced.
     pub pod: &'a Pod,
     /// The addresses of the pod, the primary one first.
@@ -37,7 +37,7 @@ pub struct Surroundings<'a> {
     pub allocatable: &'a super::resources::Amounts,
 }
 
-impl Surroundings<'_> {
+impl FieldContext<'_> {
     /// The pod's addresses as its status reports them.
     fn addresses(&self) -> Vec<String> {
         super::status::pod_ips(self.pod_ips, self.node_ips)
@@ -160,7 +160,7 @@ pub fn of_services(
 }
 
 /// The value of a field reference.
-pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, Fault> {
+pub fn field(path: &str, around: &FieldContext<'_>) -> Result<String, Fault> {
     let pod = around.pod;
     let keyed = |prefix: &str| {
         path.strip_prefix(prefix)
@@ -208,7 +208,7 @@ pub fn resource(
     container: &Container,
     name: &str,
     divisor: Option<&str>,
-    around: &Surroundings<'_>,
+    around: &FieldContext<'_>,
 ) -> Result<String, Fault> {
     let (side, key) = match name.split_once('.') {
         Some(("limits", key)) => (Side::Limits, key),
@@ -260,7 +260,7 @@ pub fn resource(
 fn selected(
     own: &Container,
     reference: &ResourceFieldSelector,
-    around: &Surroundings<'_>,
+    around: &FieldContext<'_>,
 ) -> Result<String, Fault> {
     let divisor = reference.divisor.as_ref().map(|q| q.0.as_str());
     let of = |container: &Container| resource(container, &reference.resource, divisor, around);
@@ -348,7 +348,7 @@ fn unless_optional<T>(
 /// The sources of a container's environment.
 struct Origins<'a> {
     container: &'a Container,
-    around: &'a Surroundings<'a>,
+    around: &'a FieldContext<'a>,
     objects: &'a dyn Objects,
     files: &'a Files,
 }
@@ -452,7 +452,7 @@ impl Origins<'_> {
 /// `CreateContainerConfigError`.
 pub fn build(
     container: &Container,
-    around: &Surroundings<'_>,
+    around: &FieldContext<'_>,
     services: &BTreeMap<String, String>,
     objects: &dyn Objects,
     files: &Files,
@@ -570,7 +570,7 @@ mod tests {
     fn a_host_address_that_is_not_known_yet_is_an_error() {
         let pod = Pod::default();
         let value = |path: &str, node_ips: &[String]| {
-            let around = Surroundings {
+            let around = FieldContext {
                 pod: &pod,
                 pod_ips: &[],
                 node_ips,
@@ -602,7 +602,7 @@ mod tests {
         let allocatable = ["cpu", "hugepages-2Mi"]
             .map(|name| (name.to_owned(), Quantity::from_units(8)))
             .into();
-        let around = Surroundings {
+        let around = FieldContext {
             pod: &pod,
             pod_ips: &[],
             node_ips: &[],
@@ -646,7 +646,7 @@ mod tests {
             {"name": "GONE", "valueFrom": {"configMapKeyRef": {"name": "cm", "key": "no", "optional": true}}},
         ]}))
         .expect("a container");
-        let around = Surroundings {
+        let around = FieldContext {
             pod: &pod,
             pod_ips: &["10.0.0.2".into()],
             node_ips: &[],

@@ -8,7 +8,7 @@ use super::observed::{ContainerState, ObservedPod};
 use crate::core::time;
 
 /// Minimum interval between two logged exits of a container.
-const PAUSE: SignedDuration = SignedDuration::from_secs(10);
+const MIN_LOG_INTERVAL: SignedDuration = SignedDuration::from_secs(10);
 
 /// An exit to log.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,7 +36,7 @@ pub struct Exits {
 
 impl Exits {
     /// The exits to log now. Exits before `since` are skipped, as an earlier agent has logged them.
-    pub fn follow(
+    pub fn exits_to_log(
         &mut self,
         observed: &ObservedPod,
         since: Timestamp,
@@ -56,7 +56,7 @@ impl Exits {
             }
             let before = self.logged.get_mut(&container.name);
             let omitted = match before {
-                Some((at, omitted)) if now < time::later(*at, PAUSE) => {
+                Some((at, omitted)) if now < time::later(*at, MIN_LOG_INTERVAL) => {
                     *omitted = omitted.saturating_add(1);
                     continue;
                 }
@@ -116,7 +116,7 @@ mod tests {
                 containers,
                 ..ObservedPod::default()
             };
-            let all = exits.follow(&observed, at(100), at(now));
+            let all = exits.exits_to_log(&observed, at(100), at(now));
             let shown = |exit: Exit| (exit.restarts, exit.code, exit.omitted);
             all.into_iter().map(shown).collect::<Vec<_>>()
         };

@@ -108,7 +108,7 @@ impl Step {
             Step::PreStop => "preStop hook",
             Step::Stop => "stop",
             Step::StopSandbox => "stop sandbox",
-            Step::ReturnClaims => "unprepare resource claims",
+            Step::UnprepareClaims => "unprepare resource claims",
             Step::Release => "release",
             Step::Finalise => "finalise",
         }
@@ -176,7 +176,7 @@ pub fn sentence(entry: &Entry) -> String {
         Step::PreStop => format!("the preStop hook of container {subject} failed: {error}"),
         Step::Stop => format!("container {subject} cannot be stopped: {error}"),
         Step::StopSandbox => format!("the pod's sandbox cannot be stopped: {error}"),
-        Step::ReturnClaims => format!("the pod's resource claims cannot be unprepared: {error}"),
+        Step::UnprepareClaims => format!("the pod's resource claims cannot be unprepared: {error}"),
         Step::Release => format!("the pod's resources cannot be released: {error}"),
         Step::Finalise => error.clone(),
     }
@@ -228,18 +228,18 @@ pub fn explain(
     };
     let fetching = fetching.filter(|f| f.parts > 0 && journal.is_pulling());
     let progress = fetching.map_or(String::new(), |f| format!(" ({f})"));
-    let held = blocking
+    let blocked = blocking
         .as_ref()
         .map(|entry| format!("{}{progress}", sentence(entry)));
-    let sentence = match (state, held) {
+    let sentence = match (state, blocked) {
         (State::Syncing, None) => match &journal.waiting {
             None => "Running as specified; nothing is pending.".to_owned(),
             Some(waiting) => format!("Not yet running as specified: {waiting}."),
         },
-        (State::Syncing, Some(held)) => format!("Blocked: {held}."),
-        (State::Terminating { cause, .. } | State::Terminated { cause }, held) => {
-            let held = held.map_or(String::new(), |held| format!(" Now: {held}."));
-            format!("Terminating: {}.{held}", why(cause))
+        (State::Syncing, Some(step)) => format!("Blocked: {step}."),
+        (State::Terminating { cause, .. } | State::Terminated { cause }, blocked) => {
+            let step = blocked.map_or(String::new(), |step| format!(" Now: {step}."));
+            format!("Terminating: {}.{step}", why(cause))
         }
         (State::Finished { cause }, _) => format!("Terminated: {}.", why(cause)),
     };
@@ -316,7 +316,7 @@ fn milliseconds(time: SignedDuration) -> i64 {
     i64::try_from(time.as_millis()).unwrap_or(i64::MAX)
 }
 
-fn took(ms: i64) -> String {
+fn duration_text(ms: i64) -> String {
     if ms < 10_000 {
         format!("{ms} ms")
     } else {
@@ -380,7 +380,11 @@ pub fn text(explanation: &Explanation, now: Timestamp) -> String {
         .unwrap_or(0)
         .max(1);
     if !start.is_empty() {
-        let _ = writeln!(out, "\nDuration of the start ({} in total):", took(whole));
+        let _ = writeln!(
+            out,
+            "\nDuration of the start ({} in total):",
+            duration_text(whole)
+        );
     }
     let width = start
         .iter()
@@ -415,7 +419,7 @@ pub fn text(explanation: &Explanation, now: Timestamp) -> String {
             out,
             "  {:<width$} │{line}│ {:>8}{mark}",
             bar.label,
-            took(bar.length)
+            duration_text(bar.length)
         );
     }
     if !later.is_empty() {
@@ -426,8 +430,8 @@ pub fn text(explanation: &Explanation, now: Timestamp) -> String {
             out,
             "  {:<width$}  after {:>8}, took {}{}",
             bar.label,
-            took(bar.start),
-            took(bar.length),
+            duration_text(bar.start),
+            duration_text(bar.length),
             if bar.failed { ", failing" } else { "" }
         );
     }
@@ -470,7 +474,7 @@ pub fn svg(explanation: &Explanation, now: Timestamp) -> String {
             baseline,
             escape(&bar.label),
             baseline,
-            took(bar.length)
+            duration_text(bar.length)
         );
     }
     out.push_str("</svg>\n");
@@ -491,19 +495,19 @@ mod tests {
             of_bytes: 5 << 19,
             pulls: 3,
         };
-        let said =
+        let sentence_of =
             |journal: &Journal, far| explain("n", "p", "u", journal.clone(), Some(far)).sentence;
         assert_eq!(
-            said(&journal, far),
+            sentence_of(&journal, far),
             "Blocked: the image of container c is being pulled (1.0 of 2.5 MiB of 2 parts in progress, for 3 pulls in total)."
         );
         assert_eq!(
-            said(&journal, Fetching::default()),
+            sentence_of(&journal, Fetching::default()),
             "Blocked: the image of container c is being pulled."
         );
         journal.end(Step::Image, "c", Progress::Done, Timestamp::UNIX_EPOCH);
         assert_eq!(
-            said(&journal, far),
+            sentence_of(&journal, far),
             "Running as specified; nothing is pending."
         );
     }
@@ -550,7 +554,7 @@ mod tests {
             journal.end(step, subject, progress, at(to));
         }
         if failing {
-            journal.again(at(40_000));
+            journal.set_next_of_failed(at(40_000));
         }
         journal
     }

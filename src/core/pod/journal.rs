@@ -62,7 +62,8 @@ pub enum Step {
     /// Stopping the sandboxes.
     StopSandbox,
     /// Unpreparing the resource claims.
-    ReturnClaims,
+    #[serde(rename = "return-claims")]
+    UnprepareClaims,
     /// Releasing volumes, cgroup and directories.
     Release,
     /// Removing the pod from the API.
@@ -96,21 +97,21 @@ impl Step {
             Step::PreStop => "pre-stop",
             Step::Stop => "stop",
             Step::StopSandbox => "stop-sandbox",
-            Step::ReturnClaims => "return-claims",
+            Step::UnprepareClaims => "return-claims",
             Step::Release => "release",
             Step::Finalise => "finalise",
         }
     }
 
     /// Whether the step can block the termination of a pod.
-    fn is_of_end(self) -> bool {
+    fn is_termination_step(self) -> bool {
         matches!(
             self,
             Step::Observe
                 | Step::PreStop
                 | Step::Stop
                 | Step::StopSandbox
-                | Step::ReturnClaims
+                | Step::UnprepareClaims
                 | Step::Release
                 | Step::Finalise
         )
@@ -245,9 +246,10 @@ impl Journal {
         let took = now.duration_since(entry.tried);
         (entry.ended, entry.next) = (Some(now), None);
         entry.progress = progress;
-        let again = step.is_upkeep() && entry.attempts == 1 && entry.progress == Progress::Done;
+        let is_repeated =
+            step.is_upkeep() && entry.attempts == 1 && entry.progress == Progress::Done;
         // The repeated success of upkeep is dropped: the first one shows the duration of the start.
-        if again
+        if is_repeated
             && self
                 .steps
                 .iter()
@@ -261,7 +263,7 @@ impl Journal {
 
     /// The total duration of all finished steps of a kind, including failed tries and the back-off between them.
     #[must_use]
-    pub fn took(&self, step: Step) -> SignedDuration {
+    pub fn total_duration(&self, step: Step) -> SignedDuration {
         let ended = self
             .steps
             .iter()
@@ -271,7 +273,7 @@ impl Journal {
     }
 
     /// Sets the next try of all failed steps that have none.
-    pub fn again(&mut self, next: Timestamp) {
+    pub fn set_next_of_failed(&mut self, next: Timestamp) {
         for entry in self
             .steps
             .iter_mut()
@@ -282,7 +284,7 @@ impl Journal {
     }
 
     /// Sets the next try of one step.
-    pub fn again_at(&mut self, step: Step, subject: &str, next: Timestamp) {
+    pub fn set_next(&mut self, step: Step, subject: &str, next: Timestamp) {
         if let Some(entry) = self.find(step, subject) {
             entry.next = Some(next);
         }
@@ -318,7 +320,7 @@ impl Journal {
 
     /// Records a decision. An input that does not change the state is not kept: a replay without it gives the same
     /// result.
-    pub fn decided(&mut self, at: Timestamp, before: State, input: Input, state: State) {
+    pub fn record_decision(&mut self, at: Timestamp, before: State, input: Input, state: State) {
         if before == state {
             return;
         }
@@ -333,7 +335,11 @@ impl Journal {
     #[must_use]
     pub fn blocking(&self) -> Option<&Entry> {
         let ending = self.decisions.back().is_some_and(|d| d.state.is_ending());
-        let steps = || self.steps.iter().filter(|e| !ending || e.step.is_of_end());
+        let steps = || {
+            self.steps
+                .iter()
+                .filter(|e| !ending || e.step.is_termination_step())
+        };
         let failed = steps()
             .filter(|e| matches!(e.progress, Progress::Failed(_)))
             .max_by_key(|e| e.tried);
@@ -378,7 +384,7 @@ mod tests {
             Progress::Failed("no network".into()),
             at(2),
         );
-        journal.again(at(5));
+        journal.set_next_of_failed(at(5));
         assert_eq!(
             journal.blocking().map(|e| (e.since, e.next)),
             Some((at(1), Some(at(5))))
@@ -412,11 +418,11 @@ mod tests {
         let failed = |why: &str| Progress::Failed(why.into());
         journal.begin(Step::Start, "web", at(1));
         journal.end(Step::Start, "web", failed("no such file"), at(2));
-        let ended = Input::Ended {
+        let ended = Input::Terminate {
             cause: Cause::Completed,
             grace: 1,
         };
-        journal.decided(at(3), State::Syncing, ended, State::Syncing.step(ended));
+        journal.record_decision(at(3), State::Syncing, ended, State::Syncing.step(ended));
         assert_eq!(journal.blocking(), None);
         journal.begin(Step::Release, "", at(4));
         journal.end(Step::Release, "", failed("busy"), at(5));
@@ -460,7 +466,7 @@ mod tests {
             for (n, (deleted, stopped, grace)) in intents.into_iter().enumerate() {
                 let input = if stopped { Input::Stopped } else { Input::Intent(Intent { deleted, removed: false, terminal: false, grace }) };
                 let next = state.step(input);
-                journal.decided(at(i64::try_from(n).expect("small")), state, input, next);
+                journal.record_decision(at(i64::try_from(n).expect("small")), state, input, next);
                 state = next;
             }
             let stored = serde_json::to_string(&journal).expect("JSON");

@@ -72,7 +72,8 @@ pub enum Input {
     /// The sources were read for the first time, or have changed.
     Intent(Intent),
     /// The pod must terminate, as a sync has found.
-    Ended {
+    #[serde(rename = "Ended")]
+    Terminate {
         /// The reason.
         cause: Cause,
         /// The grace period in seconds for containers that still run.
@@ -96,12 +97,12 @@ impl State {
                 },
                 None => State::Syncing,
             },
-            (State::Syncing, Input::Ended { cause, grace }) => State::Terminating {
+            (State::Syncing, Input::Terminate { cause, grace }) => State::Terminating {
                 grace: grace.max(1),
                 cause,
             },
             // A stronger cause, such as preemption of a terminating pod, can only shorten the grace period.
-            (State::Terminating { grace, cause }, Input::Ended { grace: new, .. }) => {
+            (State::Terminating { grace, cause }, Input::Terminate { grace: new, .. }) => {
                 State::Terminating {
                     grace: grace.min(new.max(1)),
                     cause,
@@ -196,11 +197,11 @@ mod tests {
                     grace
                 })
             ),
-            (-5i64..100).prop_map(|grace| Input::Ended {
+            (-5i64..100).prop_map(|grace| Input::Terminate {
                 cause: Cause::Completed,
                 grace
             }),
-            Just(Input::Ended {
+            Just(Input::Terminate {
                 cause: Cause::Rejected,
                 grace: 1
             }),
@@ -239,7 +240,7 @@ mod tests {
             terminal: false,
             grace,
         };
-        let state = State::Syncing.step(Input::Ended {
+        let state = State::Syncing.step(Input::Terminate {
             cause: Cause::Completed,
             grace: 7,
         });

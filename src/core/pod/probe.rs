@@ -19,7 +19,7 @@ use crate::core::version::{HOOK_AGENT, PROBE_AGENT};
 /// has the form `readiness=100ms,liveness=500ms`. This is an extension of Holdfast and off by default.
 pub const PERIOD: &str = "probe-period.holdfast.example/";
 /// The shortest period that the annotation may set.
-pub const SHORTEST: Duration = Duration::from_millis(50);
+pub const MIN_PROBE_PERIOD: Duration = Duration::from_millis(50);
 /// Maximum number of bytes kept of a probe's output.
 pub const OUTPUT_LIMIT: usize = 10 << 10;
 
@@ -204,7 +204,7 @@ fn configured_period(
             .find(|k| k.name().eq_ignore_ascii_case(name.trim()))
             .ok_or_else(invalid)?;
         let period = crate::core::time::duration(period.trim())
-            .filter(|p| *p >= SHORTEST)
+            .filter(|p| *p >= MIN_PROBE_PERIOD)
             .ok_or_else(invalid)?;
         if known == kind {
             return if period <= most {
@@ -465,7 +465,7 @@ pub fn of_http(request: &Http, reply: Result<Reply, String>) -> Answer {
 
 /// At most [`OUTPUT_LIMIT`] bytes of a text, cut at a character boundary.
 #[must_use]
-pub fn limited(text: &str) -> String {
+pub fn limit_output(text: &str) -> String {
     let mut end = text.len().min(OUTPUT_LIMIT);
     while !text.is_char_boundary(end) {
         end = end.saturating_sub(1);
@@ -554,12 +554,12 @@ mod tests {
         let container: Container = from(
             json!({"name": "c", "ports": [{"name": "web", "containerPort": 8080}], "env": [{"name": "A", "value": "1"}]}),
         );
-        let asked = |probe: Value| check(&from(probe), &container, "10.0.0.2");
+        let resolved = |probe: Value| check(&from(probe), &container, "10.0.0.2");
         assert_eq!(
-            asked(json!({"exec": {"command": ["x", "$(A)", "$(B)"]}})),
+            resolved(json!({"exec": {"command": ["x", "$(A)", "$(B)"]}})),
             Ok(Check::Exec(vec!["x".into(), "1".into(), "$(B)".into()]))
         );
-        let Ok(Check::Http(get)) = asked(
+        let Ok(Check::Http(get)) = resolved(
             json!({"httpGet": {"port": "web", "path": "o k?x=1", "httpHeaders": [{"name": "accept", "value": ""}, {"name": "X", "value": "y"}]}}),
         ) else {
             panic!("http")
@@ -573,11 +573,11 @@ mod tests {
             ]
         );
         assert_eq!(
-            asked(json!({"tcpSocket": {"port": 1, "host": "h"}})),
+            resolved(json!({"tcpSocket": {"port": 1, "host": "h"}})),
             Ok(Check::Tcp("h".into(), 1))
         );
         assert_eq!(
-            asked(json!({"grpc": {"port": 5}})),
+            resolved(json!({"grpc": {"port": 5}})),
             Ok(Check::Grpc("10.0.0.2".into(), 5, String::new()))
         );
         for (probe, expected) in [
@@ -586,7 +586,7 @@ mod tests {
             (json!({}), "exec, httpGet"),
         ] {
             assert!(
-                asked(probe).is_err_and(|e| e.contains(expected)),
+                resolved(probe).is_err_and(|e| e.contains(expected)),
                 "{expected}"
             );
         }

@@ -51,8 +51,8 @@ impl std::fmt::Display for Decision {
             write!(f, ", phase {phase}")?;
         }
         for (verb, keys) in [("begin", &self.begin), ("cancel", &self.cancel)] {
-            for (place, key) in keys.iter().enumerate() {
-                let verb = if place == 0 { verb } else { "and" };
+            for (number, key) in keys.iter().enumerate() {
+                let verb = if number == 0 { verb } else { "and" };
                 write!(f, "; {verb} {key:?}")?;
             }
         }
@@ -89,7 +89,7 @@ impl std::fmt::Display for Entry {
                 let verb = if *result { "succeeded" } else { "failed" };
                 write!(f, "{kind:?} probe of {id} {verb}")?;
             }
-            Input::Evicted(verdict) => {
+            Input::Terminate(verdict) => {
                 let what = match verdict.cause {
                     Cause::NodeShutdown => "stopped by the node's shutdown",
                     _ => "evicted",
@@ -97,7 +97,7 @@ impl std::fmt::Display for Entry {
                 write!(f, "{what}: {}", verdict.message)?;
             }
             Input::Network(network) => write!(f, "network: {network:?}")?,
-            Input::Happened(event) => write!(f, "event: {} {:?}", event.id, event.kind)?,
+            Input::RuntimeEvent(event) => write!(f, "event: {} {:?}", event.id, event.kind)?,
             other => f.write_str(other.name())?,
         }
         write!(f, " -> {}", self.decision)
@@ -136,9 +136,9 @@ fn brief(outcome: &Outcome) -> String {
         Outcome::Admitted => "admitted".into(),
         Outcome::Granted => "granted".into(),
         Outcome::Sandbox { id, .. } | Outcome::Started { id, .. } => id.clone(),
-        Outcome::NotBegun => "not started: the pod is terminating".into(),
+        Outcome::Abandoned => "not started: the pod is terminating".into(),
         Outcome::Done => "done".into(),
-        Outcome::Again(at) => format!("done, due again at {at}"),
+        Outcome::RetryPart(at) => format!("done, due again at {at}"),
     }
 }
 
@@ -163,7 +163,7 @@ pub struct Record {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Difference {
     /// Index of the entry, from 0.
-    pub place: usize,
+    pub index: usize,
     /// The recorded entry.
     pub recorded: Entry,
     /// The replayed decision.
@@ -231,12 +231,12 @@ impl Record {
     pub fn replay(&self) -> Vec<Difference> {
         let mut worker = (*self.base).clone();
         let mut differences = vec![];
-        for (place, entry) in self.entries.iter().enumerate() {
+        for (index, entry) in self.entries.iter().enumerate() {
             let turn = worker.turn(&self.facts(entry), entry.input.clone());
             let decided = Decision::of(&turn, &worker);
             if decided != entry.decision {
                 differences.push(Difference {
-                    place,
+                    index,
                     recorded: entry.clone(),
                     decided,
                 });
@@ -281,9 +281,9 @@ impl Report {
         let mut text = format!(
             "Pod {namespace}/{name} on node {node}: {turns} turns until {at}, recorded by Holdfast {version}.\n"
         );
-        for (place, entry) in record.entries.iter().enumerate() {
+        for (index, entry) in record.entries.iter().enumerate() {
             // Writing to a String cannot fail.
-            let _ = match differences.iter().find(|d| d.place == place) {
+            let _ = match differences.iter().find(|d| d.index == index) {
                 None => writeln!(text, "  {entry}"),
                 Some(other) => writeln!(
                     text,

@@ -188,9 +188,9 @@ pub fn known(pod: &Pod) -> Sizes {
     let Some(status) = &pod.status else {
         return sizes;
     };
-    let asked = sizes.pod.clone();
-    if !asked.is_empty() {
-        sizes.pod = known_of_pod(pod, status, &asked);
+    let requested = sizes.pod.clone();
+    if !requested.is_empty() {
+        sizes.pod = known_of_pod(pod, status, &requested);
     }
     for status in with_sizes(status) {
         let Some(size) = sizes.containers.get_mut(&status.name) else {
@@ -202,9 +202,10 @@ pub fn known(pod: &Pod) -> Sizes {
         let own = &size.limits;
         shown
             .limits
-            .retain(|name, _| own.contains_key(name) || !asked.limits.contains_key(name));
-        let from_limit =
-            |name: &String| !size.requests.contains_key(name) && asked.limits.contains_key(name);
+            .retain(|name, _| own.contains_key(name) || !requested.limits.contains_key(name));
+        let from_limit = |name: &String| {
+            !size.requests.contains_key(name) && requested.limits.contains_key(name)
+        };
         shown.requests.retain(|name, _| !from_limit(name));
         *size = shown;
     }
@@ -218,24 +219,24 @@ pub fn actuated(pod: &Pod) -> Sizes {
 }
 
 /// The pod-level size in the status. The status includes the overhead, which is subtracted here.
-fn known_of_pod(pod: &Pod, status: &PodStatus, asked: &Size) -> Size {
+fn known_of_pod(pod: &Pod, status: &PodStatus, requested: &Size) -> Size {
     let overhead = pod::spec(pod).overhead.as_ref();
     let overhead = overhead.map(amounts).unwrap_or_default();
-    let known = |asked: &BTreeMap<String, Text>, shown: Option<&BTreeMap<String, Text>>| {
-        let one = |(name, asked): (&String, &Text)| {
+    let known = |requested: &BTreeMap<String, Text>, shown: Option<&BTreeMap<String, Text>>| {
+        let one = |(name, requested): (&String, &Text)| {
             let shown: Option<Quantity> = shown.and_then(|s| s.get(name)?.0.parse().ok());
             let over = overhead.get(name).copied().unwrap_or_default();
             let has = shown.map(|shown| shown - over);
-            let has = has.filter(|has| asked.0.parse() != Ok(*has));
-            let text = has.map_or_else(|| asked.clone(), |has| Text(has.to_string()));
+            let has = has.filter(|has| requested.0.parse() != Ok(*has));
+            let text = has.map_or_else(|| requested.clone(), |has| Text(has.to_string()));
             (name.clone(), text)
         };
-        asked.iter().map(one).collect()
+        requested.iter().map(one).collect()
     };
     let limits = status.resources.as_ref().and_then(|r| r.limits.as_ref());
     Size {
-        requests: known(&asked.requests, status.allocated_resources.as_ref()),
-        limits: known(&asked.limits, limits),
+        requests: known(&requested.requests, status.allocated_resources.as_ref()),
+        limits: known(&requested.limits, limits),
     }
 }
 
@@ -280,10 +281,10 @@ impl Resizing {
         let has_changed = status.is_some_and(|s| {
             s.observed_generation.is_some() && s.observed_generation != pod.metadata.generation
         });
-        let is_told =
+        let is_reported =
             |name: &String| status.is_some_and(|s| with_sizes(s).any(|c| c.name == *name));
         let mut unsettled = wanted(pod).containers;
-        unsettled.retain(|name, _| is_under_way || (has_changed && !is_told(name)));
+        unsettled.retain(|name, _| is_under_way || (has_changed && !is_reported(name)));
         Resizing {
             actuated: actuated(pod),
             unsettled,
@@ -293,7 +294,7 @@ impl Resizing {
 
     /// Whether the pod's cgroup has other sizes than these.
     #[must_use]
-    pub fn owes_cgroup(&self, wanted: &Sizes) -> bool {
+    pub fn needs_cgroup_resize(&self, wanted: &Sizes) -> bool {
         let is_other = |cgroup: &Sizes| self.unsettled_cgroup || !same(cgroup, wanted);
         self.cgroup.as_ref().is_some_and(is_other)
     }
@@ -307,13 +308,13 @@ impl Resizing {
             (is_same && !self.unsettled.contains_key(name)) || !runs(name)
         };
         !self.actuated.pod.is_same(&wanted.pod)
-            || self.owes_cgroup(wanted)
+            || self.needs_cgroup_resize(wanted)
             || !wanted.containers.iter().all(has)
     }
 
     /// Records that an update of containers and the pod's cgroup to these sizes begins. Until it succeeds, they may
     /// have the old or the new sizes.
-    pub fn begins(&mut self, names: &[String], to: &Sizes) {
+    pub fn begin_update(&mut self, names: &[String], to: &Sizes) {
         for name in names {
             if let Some(size) = to.containers.get(name) {
                 let before = self.unsettled.get(name);
@@ -337,7 +338,7 @@ impl Resizing {
     }
 
     /// Records that a container has its part of these sizes.
-    pub fn has_container(&mut self, name: &str, sizes: &Sizes) {
+    pub fn set_container(&mut self, name: &str, sizes: &Sizes) {
         self.unsettled.remove(name);
         let size = sizes.containers.get_key_value(name);
         let size = size.map(|(name, size)| (name.clone(), size.clone()));
@@ -345,25 +346,25 @@ impl Resizing {
     }
 
     /// Records that the pod's cgroup has these sizes.
-    pub fn has_cgroup(&mut self, sizes: Sizes) {
+    pub fn set_cgroup(&mut self, sizes: Sizes) {
         self.unsettled_cgroup = false;
         self.actuated.pod = sizes.pod.clone();
         self.cgroup = Some(sizes);
     }
 
     /// Records that containers and the pod's cgroup were updated to these sizes.
-    pub fn carried_out(&mut self, names: &[String], to: Sizes) {
+    pub fn complete_update(&mut self, names: &[String], to: Sizes) {
         for name in names {
-            self.has_container(name, &to);
+            self.set_container(name, &to);
         }
-        self.has_cgroup(to);
+        self.set_cgroup(to);
         self.error = None;
     }
 }
 
 /// A requested change of a container's requests or limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Asked {
+pub struct RequestedChange {
     /// `cpu` or `memory`.
     pub resource: &'static str,
     /// `requests` or `limits`.
@@ -374,7 +375,7 @@ pub struct Asked {
 
 /// The changes of requests and limits between two specs of a pod.
 #[must_use]
-pub fn asked(before: &Pod, now: &Pod) -> Vec<Asked> {
+pub fn requested_changes(before: &Pod, now: &Pod) -> Vec<RequestedChange> {
     let (before, now) = (desired(before), desired(now));
     let none = Size::default();
     let mut all = vec![];
@@ -393,7 +394,7 @@ pub fn asked(before: &Pod, now: &Pod) -> Vec<Asked> {
                     (Some(old), Some(new)) if new < old => "decrease",
                     _ => continue,
                 };
-                all.push(Asked {
+                all.push(RequestedChange {
                     resource,
                     of,
                     operation,
@@ -524,7 +525,7 @@ pub fn change(container: &Container, wanted: &Sizes, resizing: &Resizing) -> Cha
 
 /// The new memory limit of a container in bytes, if it is lower than the largest limit that the container may have now.
 #[must_use]
-pub fn lowers_memory(name: &str, wanted: &Sizes, at_most: &Sizes) -> Option<i64> {
+pub fn lowered_memory_limit(name: &str, wanted: &Sizes, at_most: &Sizes) -> Option<i64> {
     let limit = |sizes: &Sizes| Size::amount(&sizes.containers.get(name)?.limits, "memory");
     let new = limit(wanted)?;
     let lowers = limit(at_most).is_none_or(|before| new < before);
@@ -533,7 +534,7 @@ pub fn lowers_memory(name: &str, wanted: &Sizes, at_most: &Sizes) -> Option<i64>
 
 /// The new memory limit of the pod's cgroup in bytes, if it is lower than the current one.
 #[must_use]
-pub fn lowers_memory_of_pod(pod: &Pod, actuated: &Sizes) -> Option<i64> {
+pub fn lowered_pod_memory_limit(pod: &Pod, actuated: &Sizes) -> Option<i64> {
     let limit = |pod: &Pod| pod_bounds(pod).get("memory").map(|q| q.units());
     let new = limit(pod)?;
     let lowers = limit(&with(pod, actuated)).is_none_or(|before| new < before);
@@ -574,7 +575,7 @@ pub fn check_lowered(all: &[Lowered]) -> Result<(), String> {
 /// A container's resources in its status. If the container has limits, the pod's limits are added. If it has none, the
 /// status has none, as with the kubelet.
 #[must_use]
-pub fn told(container: &Container, actuated: &Sizes) -> ResourceRequirements {
+pub fn reported_resources(container: &Container, actuated: &Sizes) -> ResourceRequirements {
     let mut resources = container.resources.clone();
     if let Some(size) = actuated.containers.get(&container.name) {
         let mut size = size.clone();

@@ -34,7 +34,7 @@ use states::{api_id, completed, ended, lost, removed_to_restart, state};
 
 pub use addresses::pod_ips;
 use addresses::{addresses, node_addresses};
-pub use end::{deadline, keep_end, rejected};
+pub use end::{deadline, keep_terminal_status, rejected};
 pub use patch::{Target, allowed, patch, substance};
 
 /// Why containers are not running, by name: reason and message of the waiting state.
@@ -119,12 +119,12 @@ fn volume_mounts(container: &Container, recursive: bool) -> Option<Vec<VolumeMou
         mount_path: mount.mount_path.clone(),
         read_only: mount.read_only.filter(|r| *r),
         recursive_read_only: mount.read_only.filter(|r| *r).map(|_| {
-            let told = if is_recursive(mount) {
+            let state = if is_recursive(mount) {
                 "Enabled"
             } else {
                 "Disabled"
             };
-            told.to_owned()
+            state.to_owned()
         }),
         ..VolumeMountStatus::default()
     };
@@ -249,7 +249,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     };
     if role == Role::Regular {
         let own = facts.devices.get(&container.name);
-        status.allocated_resources_status = devices::told(own, before, facts.ended);
+        status.allocated_resources_status = devices::reported_health(own, before, facts.ended);
     }
     let Some(newest) = newest else {
         return status_without_instance(facts, (role, container), before, initial, status);
@@ -299,7 +299,10 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
             .as_ref()
             .and_then(|r| r.requests.clone())
             .filter(|r| !r.is_empty());
-        status.resources = Some(resize::told(container, &facts.resize.actuated));
+        status.resources = Some(resize::reported_resources(
+            container,
+            &facts.resize.actuated,
+        ));
     }
     status.user = newest.user.as_ref().map(published_user);
     status.stop_signal.clone_from(&newest.stop_signal);
@@ -403,7 +406,7 @@ fn list(names: &[&str]) -> String {
     format!("[{}]", names.join(" "))
 }
 
-struct Judged {
+struct ConditionState {
     kind: &'static str,
     holds: bool,
     reason: Option<&'static str>,
@@ -447,13 +450,13 @@ fn unmet_gates(pod: &Pod) -> Vec<String> {
         .collect()
 }
 
-fn say(
+fn condition_of(
     kind: &'static str,
     holds: bool,
     reason: Option<&'static str>,
     message: Option<String>,
-) -> Judged {
-    Judged {
+) -> ConditionState {
+    ConditionState {
         kind,
         holds,
         reason,
@@ -468,7 +471,7 @@ fn initialized(
     regular: &[ContainerStatus],
     init: &[ContainerStatus],
     sidecars: &[&str],
-) -> Judged {
+) -> ConditionState {
     let is_complete = |status: &ContainerStatus| match sidecars.contains(&status.name.as_str()) {
         true => status.started == Some(true),
         false => status.ready,
@@ -479,22 +482,22 @@ fn initialized(
         .iter()
         .any(|s| is_running(s) || exit_of(s).is_some());
     if phase == "Succeeded" {
-        return say("Initialized", true, Some("PodCompleted"), None);
+        return condition_of("Initialized", true, Some("PodCompleted"), None);
     }
     if incomplete.is_empty() || ran || initialised_before(facts) {
-        return say("Initialized", true, None, None);
+        return condition_of("Initialized", true, None, None);
     }
     let message = format!("containers with incomplete status: {}", list(&incomplete));
     let reason = Some("ContainersNotInitialized");
-    say("Initialized", false, reason, Some(message))
+    condition_of("Initialized", false, reason, Some(message))
 }
 
-fn verdicts(
+fn conditions_of(
     facts: &Facts<'_>,
     phase: &str,
     regular: &[ContainerStatus],
     init: &[ContainerStatus],
-) -> Vec<Judged> {
+) -> Vec<ConditionState> {
     let spec = pod::spec(facts.pod);
     // The kubelet creates the sandbox after the volumes; here neither waits for the other.
     let can_start = facts.has_volumes
@@ -533,24 +536,24 @@ fn verdicts(
     };
     let gates = unmet_gates(facts.pod);
     let ready = if holds && !gates.is_empty() {
-        say(
+        condition_of(
             "Ready",
             false,
             Some("ReadinessGatesNotReady"),
             Some(gates.join(", ")),
         )
     } else {
-        say("Ready", holds, reason, message.clone())
+        condition_of("Ready", holds, reason, message.clone())
     };
     let final_reason = reason.filter(|_| matches!(phase, "Succeeded" | "Failed"));
     let restarting = pod::may_restart_all(facts.pod).then(|| {
         let over = |(reason, _): &(String, String)| reason == RESTARTING_ALL;
         let holds = final_reason.is_none() && facts.problems.values().any(over);
-        say("AllContainersRestarting", holds, final_reason, None)
+        condition_of("AllContainersRestarting", holds, final_reason, None)
     });
     let mut all = vec![
         // The kubelet has no message here. Holdfast reports the failing step.
-        say(
+        condition_of(
             "PodReadyToStartContainers",
             can_start,
             None,
@@ -561,19 +564,19 @@ fn verdicts(
         ),
         initialized(facts, phase, regular, init, &sidecars),
         ready,
-        say("ContainersReady", holds, reason, message),
-        say("PodScheduled", true, None, None),
+        condition_of("ContainersReady", holds, reason, message),
+        condition_of("PodScheduled", true, None, None),
     ];
     all.extend(restarting);
     all
 }
 
 /// The conditions of a resize, if there is one.
-fn resizes(facts: &Facts<'_>) -> Vec<Judged> {
-    let mut judged = vec![];
+fn resizes(facts: &Facts<'_>) -> Vec<ConditionState> {
+    let mut conditions = vec![];
     if let Some((reason, message)) = &facts.resize.pending {
         let infeasible = reason == resize::INFEASIBLE;
-        judged.push(Judged {
+        conditions.push(ConditionState {
             kind: "PodResizePending",
             holds: true,
             reason: Some(if infeasible {
@@ -588,29 +591,29 @@ fn resizes(facts: &Facts<'_>) -> Vec<Judged> {
     let runs = |name: &str| facts.observed.runs(name);
     let under_way = || facts.resize.is_under_way(facts.wanted, runs);
     if !facts.ended && (error.is_some() || under_way()) {
-        judged.push(Judged {
+        conditions.push(ConditionState {
             kind: resize::IN_PROGRESS,
             holds: true,
             reason: error.is_some().then_some("Error"),
             message: error,
         });
     }
-    judged
+    conditions
 }
 
 /// A condition with the time of its last transition.
-fn condition(facts: &Facts<'_>, verdict: Judged) -> PodCondition {
-    let status = if verdict.holds { "True" } else { "False" };
+fn condition(facts: &Facts<'_>, new: ConditionState) -> PodCondition {
+    let status = if new.holds { "True" } else { "False" };
     let before = facts.previous.conditions.iter().flatten();
-    let same = |c: &&PodCondition| c.type_ == verdict.kind && c.status == status;
+    let same = |c: &&PodCondition| c.type_ == new.kind && c.status == status;
     let since = { before }
         .find(same)
         .and_then(|c| c.last_transition_time.clone());
     PodCondition {
-        type_: verdict.kind.into(),
+        type_: new.kind.into(),
         status: status.into(),
-        reason: verdict.reason.map(Into::into),
-        message: verdict.message,
+        reason: new.reason.map(Into::into),
+        message: new.message,
         last_transition_time: since.or_else(|| Some(seconds(facts.now))),
         observed_generation: facts.pod.metadata.generation,
         last_probe_time: None,
@@ -668,17 +671,17 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
     };
     // Reason and message belong to the phase: upstream drops them if the containers have succeeded.
     let reported = verdict.filter(|_| phase == "Failed");
-    let mut judged = verdicts(facts, phase, &regular, &init);
-    judged.extend(resizes(facts));
+    let mut conditions = conditions_of(facts, phase, &regular, &init);
+    conditions.extend(resizes(facts));
     if let Some(message) = verdict.and_then(|v| v.disruption.clone()) {
-        judged.push(Judged {
+        conditions.push(ConditionState {
             kind: "DisruptionTarget",
             holds: true,
             reason: Some("TerminationByKubelet"),
             message: Some(message),
         });
     }
-    let conditions = judged.into_iter();
+    let conditions = conditions.into_iter();
     let conditions = conditions.map(|j| condition(facts, j)).collect();
     let (ips, host_ips) = (addresses(facts), node_addresses(facts));
     let some = |list: Vec<ContainerStatus>| (!list.is_empty()).then_some(list);

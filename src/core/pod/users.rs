@@ -142,8 +142,8 @@ impl Pool {
 /// Parses the output of `getsubids` for a user: one line such as `0: kubelet 65536 7208960`. `None` if it has another
 /// form.
 #[must_use]
-pub fn subordinate(said: &str) -> Option<Ids> {
-    let mut lines = said.lines();
+pub fn parse_subordinate_ids(output: &str) -> Option<Ids> {
+    let mut lines = output.lines();
     let (line, None) = (lines.next()?, lines.next()) else {
         return None;
     };
@@ -231,14 +231,17 @@ mod tests {
             first: 65_536,
             count: 7_208_960,
         };
-        assert_eq!(subordinate("0: kubelet 65536 7208960\n"), Some(one));
+        assert_eq!(
+            parse_subordinate_ids("0: kubelet 65536 7208960\n"),
+            Some(one)
+        );
         for other in [
             "",
             "0: kubelet 65536\n",
             "0: kubelet x 1\n",
             "0: kubelet 65536 1\n1: kubelet 131072 1\n",
         ] {
-            assert_eq!(subordinate(other), None, "{other:?}");
+            assert_eq!(parse_subordinate_ids(other), None, "{other:?}");
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::core::pod;
 pub const LIMIT_EXCEEDED: &str = "VolumeAttachmentLimitExceeded";
 
 /// How long a pod waits for its volumes before it is rejected; until then a volume may be detached and make room.
-const PATIENCE: Duration = Duration::from_secs(2 * 60 + 3);
+const ATTACH_TIMEOUT: Duration = Duration::from_secs(2 * 60 + 3);
 
 /// A volume that is not attached.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,7 +33,7 @@ pub fn limit_exceeded(
     mounted: &BTreeSet<&str>,
     unattached: &[Unattached],
 ) -> Option<String> {
-    if waited < PATIENCE || !unattached.iter().any(|volume| volume.is_full) {
+    if waited < ATTACH_TIMEOUT || !unattached.iter().any(|volume| volume.is_full) {
         return None;
     }
     let used = pod::used_volumes(pod);

@@ -12,7 +12,7 @@ use crate::core::{digest, meta, selector, time};
 
 /// The trust bundle sources of a projected volume.
 #[must_use]
-pub fn bundles(volume: &Volume) -> Vec<&ClusterTrustBundleProjection> {
+pub fn trust_bundle_sources(volume: &Volume) -> Vec<&ClusterTrustBundleProjection> {
     volume
         .projected
         .iter()
@@ -40,7 +40,7 @@ fn blocks(pem: &str, into: &mut BTreeMap<String, String>) -> Result<(), Fault> {
 
 /// The certificates that a source selects, as PEM without duplicates, in arbitrary order. `None` if nothing is selected
 /// and the source is optional.
-pub fn trusted(
+pub fn select_trust_bundle(
     source: &ClusterTrustBundleProjection,
     all: &[impl AsRef<ClusterTrustBundle>],
 ) -> Result<Option<String>, Fault> {
@@ -86,7 +86,7 @@ pub fn trusted(
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateSource {
     /// Index of the source in the volume.
-    pub place: usize,
+    pub source_index: usize,
     /// The signer's name.
     pub signer: String,
     /// The kind of key.
@@ -105,10 +105,10 @@ pub fn sources(volume: &Volume) -> Vec<CertificateSource> {
         .iter()
         .flat_map(|p| p.sources.iter().flatten())
         .enumerate();
-    let of = |(place, source): (usize, &k8s_openapi::api::core::v1::VolumeProjection)| {
+    let of = |(source_index, source): (usize, &k8s_openapi::api::core::v1::VolumeProjection)| {
         let source = source.pod_certificate.as_ref()?;
         Some(CertificateSource {
-            place,
+            source_index,
             signer: source.signer_name.clone(),
             key_type: source.key_type.clone(),
             seconds: source.max_expiration_seconds,
@@ -211,7 +211,8 @@ mod tests {
         let chosen = |source: Value| {
             let mut source = source;
             source["path"] = json!("p");
-            let found = trusted(&serde_json::from_value(source).expect("a source"), &all);
+            let found =
+                select_trust_bundle(&serde_json::from_value(source).expect("a source"), &all);
             found.map(|text| text.map(|t| t.matches("BEGIN").count()))
         };
         assert_eq!(chosen(json!({"name": "own"})), Ok(Some(1)));

@@ -90,7 +90,7 @@ pub fn is_for(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> bool 
 
 /// Whether a volume is accessible from a node.
 #[must_use]
-pub fn reaches(volume: &PersistentVolume, node: &Node) -> bool {
+pub fn is_accessible_from(volume: &PersistentVolume, node: &Node) -> bool {
     let required = volume
         .spec
         .as_ref()
@@ -106,21 +106,21 @@ pub fn reaches(volume: &PersistentVolume, node: &Node) -> bool {
 /// Whether a volume satisfies a claim.
 #[must_use]
 pub fn satisfies(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> bool {
-    let (Some(has), Some(asks)) = (&volume.spec, &claim.spec) else {
+    let (Some(has), Some(wanted)) = (&volume.spec, &claim.spec) else {
         return false;
     };
     let class = |c: &Option<String>| c.clone().unwrap_or_default();
     let mode = |m: &Option<String>| m.clone().unwrap_or_else(|| "Filesystem".into());
-    let request = asks.resources.as_ref().and_then(|r| r.requests.as_ref());
+    let request = wanted.resources.as_ref().and_then(|r| r.requests.as_ref());
     let offered = has.access_modes.as_deref().unwrap_or_default();
-    let selected = asks
+    let selected = wanted
         .selector
         .as_ref()
         .is_none_or(|s| selector::matches(s, meta::labels(volume)));
     volume.metadata.deletion_timestamp.is_none()
-        && class(&has.storage_class_name) == class(&asks.storage_class_name)
-        && mode(&has.volume_mode) == mode(&asks.volume_mode)
-        && asks
+        && class(&has.storage_class_name) == class(&wanted.storage_class_name)
+        && mode(&has.volume_mode) == mode(&wanted.volume_mode)
+        && wanted
             .access_modes
             .iter()
             .flatten()
@@ -137,11 +137,13 @@ pub fn best<'a>(
     claim: &PersistentVolumeClaim,
     node: Option<&Node>,
 ) -> Option<&'a PersistentVolume> {
-    if let Some(set_aside) = volumes.clone().find(|v| is_for(v, claim)) {
-        return Some(set_aside);
+    if let Some(reserved) = volumes.clone().find(|v| is_for(v, claim)) {
+        return Some(reserved);
     }
     let free = |v: &&PersistentVolume| v.spec.as_ref().is_some_and(|s| s.claim_ref.is_none());
-    let fits = |v: &&PersistentVolume| satisfies(v, claim) && node.is_none_or(|n| reaches(v, n));
+    let fits = |v: &&PersistentVolume| {
+        satisfies(v, claim) && node.is_none_or(|n| is_accessible_from(v, n))
+    };
     volumes.filter(free).filter(fits).min_by_key(|v| {
         (
             storage(v.spec.as_ref().and_then(|s| s.capacity.as_ref())),
@@ -160,27 +162,27 @@ pub struct Grown {
     /// The claim's uid.
     pub uid: Option<String>,
     /// Size in bytes in the claim's status.
-    pub had: i64,
+    pub claim_bytes: i64,
     /// New size in bytes.
     pub bytes: i64,
     /// New size as an API quantity.
     pub text: String,
     /// Whether the resizer records the state of the expansion in the claim (KEP-1790).
-    pub is_followed: bool,
+    pub records_state: bool,
     /// Whether the claim's status already has the new size, because another node has expanded the filesystem.
-    pub is_told: bool,
+    pub claim_has_size: bool,
     /// Whether the claim requests another size by now.
     pub is_superseded: bool,
 }
 
 /// Annotation of a claim whose volume can be expanded without any action on nodes.
-const NOTHING_ON_NODES: &str = "volume.kubernetes.io/node-expansion-not-required";
+const NODE_EXPANSION_NOT_REQUIRED: &str = "volume.kubernetes.io/node-expansion-not-required";
 
 /// Whether every node that mounts the claim's volume must expand it.
-fn grows_everywhere(claim: &PersistentVolumeClaim) -> bool {
+fn expands_on_every_node(claim: &PersistentVolumeClaim) -> bool {
     let modes = claim.spec.as_ref().and_then(|s| s.access_modes.as_ref());
     modes.is_some_and(|modes| modes.iter().any(|m| m == "ReadWriteMany"))
-        && !meta::annotations(claim).contains_key(NOTHING_ON_NODES)
+        && !meta::annotations(claim).contains_key(NODE_EXPANSION_NOT_REQUIRED)
 }
 
 /// The expansion that nodes have to do for a claim; `None` if there is none. If the claim records the state of the
@@ -188,10 +190,13 @@ fn grows_everywhere(claim: &PersistentVolumeClaim) -> bool {
 /// ReadWriteMany volume is also returned if the claim's status already has the new size, because this node may still
 /// have less.
 #[must_use]
-pub fn growth(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> Option<Grown> {
+pub fn pending_expansion(
+    volume: &PersistentVolume,
+    claim: &PersistentVolumeClaim,
+) -> Option<Grown> {
     let parsed = |text: &str| text.parse::<Quantity>().ok();
     let status = claim.status.as_ref()?;
-    let had = parsed(&status.capacity.as_ref()?.get("storage")?.0)?;
+    let claim_size = parsed(&status.capacity.as_ref()?.get("storage")?.0)?;
     let given = status.allocated_resources.as_ref();
     let given = given.and_then(|given| given.get("storage"));
     let state = status.allocated_resource_statuses.as_ref();
@@ -202,23 +207,25 @@ pub fn growth(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> Optio
         _ => return None,
     };
     let now = parsed(text)?;
-    let is_told = now <= had;
-    let is_wanted = match is_told {
-        true => state.is_none() && grows_everywhere(claim),
+    let claim_has_size = now <= claim_size;
+    let is_wanted = match claim_has_size {
+        true => state.is_none() && expands_on_every_node(claim),
         false => given.is_none() || state.is_some(),
     };
-    let asked = claim.spec.as_ref().and_then(|s| s.resources.as_ref());
-    let asked = asked.and_then(|r| r.requests.as_ref()?.get("storage"));
+    let requested = claim.spec.as_ref().and_then(|s| s.resources.as_ref());
+    let requested = requested.and_then(|r| r.requests.as_ref()?.get("storage"));
     is_wanted.then(|| Grown {
         namespace: meta::namespace(claim).to_owned(),
         claim: meta::name(claim).to_owned(),
         uid: claim.metadata.uid.clone(),
-        had: had.units(),
+        claim_bytes: claim_size.units(),
         bytes: now.units(),
         text: text.clone(),
-        is_followed: state.is_some(),
-        is_told,
-        is_superseded: asked.and_then(|q| parsed(&q.0)).is_some_and(|q| q != now),
+        records_state: state.is_some(),
+        claim_has_size,
+        is_superseded: requested
+            .and_then(|q| parsed(&q.0))
+            .is_some_and(|q| q != now),
     })
 }
 
@@ -343,28 +350,28 @@ mod tests {
         };
         let known = claim(json!({"capacity": {"storage": "1Mi"}}));
         assert_eq!(
-            growth(&volume("2Mi"), &known),
+            pending_expansion(&volume("2Mi"), &known),
             Some(Grown {
                 namespace: "n".into(),
                 claim: "c".into(),
                 uid: None,
-                had: 1 << 20,
+                claim_bytes: 1 << 20,
                 bytes: 2 << 20,
                 text: "2Mi".into(),
-                is_followed: false,
-                is_told: false,
+                records_state: false,
+                claim_has_size: false,
                 is_superseded: false,
             })
         );
         assert_eq!(
             (
-                growth(&volume("1Mi"), &known),
-                growth(&volume("512Ki"), &known)
+                pending_expansion(&volume("1Mi"), &known),
+                pending_expansion(&volume("512Ki"), &known)
             ),
             (None, None)
         );
         assert_eq!(
-            growth(&volume("2Mi"), &claim(json!({}))),
+            pending_expansion(&volume("2Mi"), &claim(json!({}))),
             None,
             "the claim's capacity is not known yet"
         );
@@ -379,10 +386,10 @@ mod tests {
             let followed = claim(
                 json!({"capacity": {"storage": "1Mi"}, "allocatedResources": {"storage": "3Mi"}, "allocatedResourceStatuses": state}),
             );
-            let grown = growth(&volume("4Mi"), &followed);
+            let grown = pending_expansion(&volume("4Mi"), &followed);
             let expected = grows.then(|| ("3Mi".to_owned(), 3 << 20, true));
             assert_eq!(
-                grown.map(|g| (g.text, g.bytes, g.is_followed)),
+                grown.map(|g| (g.text, g.bytes, g.records_state)),
                 expected,
                 "{state}"
             );
@@ -398,14 +405,14 @@ mod tests {
             let claim = serde_json::from_value(json!({"metadata": {"name": "c", "annotations": annotations},
                 "spec": {"accessModes": modes, "resources": {"requests": {"storage": "2Mi"}}}, "status": status}))
             .expect("a claim");
-            growth(&volume, &claim).map(|g| (g.bytes, g.is_told, g.is_superseded))
+            pending_expansion(&volume, &claim).map(|g| (g.bytes, g.claim_has_size, g.is_superseded))
         };
         let (many, one) = (json!(["ReadWriteMany"]), json!(["ReadWriteOnce"]));
         let done = json!({"capacity": {"storage": "2Mi"}});
-        let told = Some((2 << 20, true, false));
-        assert_eq!(grown(many.clone(), json!({}), done.clone()), told);
+        let expected = Some((2 << 20, true, false));
+        assert_eq!(grown(many.clone(), json!({}), done.clone()), expected);
         assert_eq!(grown(one, json!({}), done.clone()), None);
-        let nothing = json!({NOTHING_ON_NODES: ""});
+        let nothing = json!({NODE_EXPANSION_NOT_REQUIRED: ""});
         assert_eq!(grown(many.clone(), nothing, done), None);
         let followed = |state: Value| json!({"capacity": {"storage": "3Mi"}, "allocatedResources": {"storage": "3Mi"}, "allocatedResourceStatuses": state});
         assert_eq!(

@@ -100,7 +100,7 @@ pub fn of_persistent(
             meta::namespace(claim).to_owned(),
             meta::name(claim).to_owned(),
         )),
-        grown: claims::growth(volume, claim),
+        grown: claims::pending_expansion(volume, claim),
         ..of_source(volume, source, read_only)
     }
 }
@@ -242,7 +242,10 @@ pub fn capability(
 /// The volume capability for expansion: without a group, and without the SELinux mount option, because the volume is
 /// mounted already.
 #[must_use]
-pub fn capability_to_grow(volume: &Volume, capabilities: NodeCapabilities) -> pb::VolumeCapability {
+pub fn expansion_capability(
+    volume: &Volume,
+    capabilities: NodeCapabilities,
+) -> pb::VolumeCapability {
     let label = volume.label.as_deref().map(selinux::option);
     let options = volume.options.iter().filter(|o| Some(*o) != label.as_ref());
     let plain = Volume {
@@ -254,7 +257,7 @@ pub fn capability_to_grow(volume: &Volume, capabilities: NodeCapabilities) -> pb
 
 /// Whether the agent, not the driver, applies the pod's group to the volume.
 #[must_use]
-pub fn gives_group(
+pub fn applies_fs_group(
     volume: &Volume,
     driver: Option<&CSIDriver>,
     capabilities: NodeCapabilities,
@@ -308,7 +311,7 @@ pub struct Drivers {
     pub present: Vec<CSINodeDriver>,
     /// Names of drivers that were unregistered since the agent started. Other drivers in CSINode that have not
     /// registered again since the start stay listed.
-    pub gone: BTreeSet<String>,
+    pub unregistered: BTreeSet<String>,
 }
 
 impl Drivers {
@@ -316,9 +319,9 @@ impl Drivers {
     #[must_use]
     pub fn merged(&self, known: &[CSINodeDriver]) -> Vec<CSINodeDriver> {
         let is_present = |name: &str| self.present.iter().any(|driver| driver.name == name);
-        let kept = known
-            .iter()
-            .filter(|driver| !self.gone.contains(&driver.name) && !is_present(&driver.name));
+        let kept = known.iter().filter(|driver| {
+            !self.unregistered.contains(&driver.name) && !is_present(&driver.name)
+        });
         let mut all: Vec<CSINodeDriver> = kept.chain(&self.present).cloned().collect();
         all.sort_by(|a, b| a.name.cmp(&b.name));
         all
@@ -329,7 +332,7 @@ impl Drivers {
     pub fn node_ids(&self, known: Option<&str>) -> Option<String> {
         let known = known.and_then(|text| serde_json::from_str(text).ok());
         let mut ids: BTreeMap<String, String> = known.unwrap_or_default();
-        ids.retain(|name, _| !self.gone.contains(name));
+        ids.retain(|name, _| !self.unregistered.contains(name));
         let present = self.present.iter();
         ids.extend(present.map(|driver| (driver.name.clone(), driver.node_id.clone())));
         // A map of strings always serialises to JSON.
@@ -338,7 +341,7 @@ impl Drivers {
 }
 
 /// Why a pod cannot use a volume that another pod uses exclusively.
-pub const TAKEN: &str =
+pub const ALREADY_IN_USE: &str =
     "volume uses the ReadWriteOncePod access mode and is already in use by another pod";
 
 /// Whether only one pod at a time may use the volume (KEP-2485). If the volume has further modes, exclusive use is not
@@ -368,7 +371,7 @@ fn lifecycle(volume: &Volume) -> &'static str {
 
 /// Checks that a driver supports the volume's lifecycle mode. Without a CSIDriver object, only persistent volumes are
 /// supported. The error message is the kubelet's.
-pub fn serves(volume: &Volume, driver: Option<&CSIDriver>) -> Result<(), Fault> {
+pub fn check_lifecycle(volume: &Volume, driver: Option<&CSIDriver>) -> Result<(), Fault> {
     let mode = lifecycle(volume);
     let modes = driver.map(|d| d.spec.volume_lifecycle_modes.as_deref().unwrap_or_default());
     let why = match modes {
@@ -392,7 +395,7 @@ pub fn serves(volume: &Volume, driver: Option<&CSIDriver>) -> Result<(), Fault> 
 
 /// Whether a volume must be attached before it is staged.
 #[must_use]
-pub fn wants_attachment(volume: &Volume, driver: Option<&CSIDriver>) -> bool {
+pub fn needs_attachment(volume: &Volume, driver: Option<&CSIDriver>) -> bool {
     !volume.inline && driver.is_none_or(|d| d.spec.attach_required != Some(false))
 }
 
@@ -447,7 +450,7 @@ pub struct VolumeData {
 
 /// The metadata for a volume of pod `uid` on node `node`; `attaches` is whether the volume must be attached.
 #[must_use]
-pub fn noted(volume: &Volume, uid: &str, node: &str, attaches: bool) -> VolumeData {
+pub fn volume_data(volume: &Volume, uid: &str, node: &str, attaches: bool) -> VolumeData {
     let volume_handle = match volume.inline {
         true => inline_handle(uid, &volume.name),
         false => volume.handle.clone(),
@@ -493,10 +496,13 @@ mod tests {
         };
         let drivers = Drivers {
             present: vec![driver("b", "2"), driver("a", "1")],
-            gone: BTreeSet::from(["c".to_owned()]),
+            unregistered: BTreeSet::from(["c".to_owned()]),
         };
-        let told = drivers.merged(&[driver("a", "0"), driver("c", "3"), driver("d", "4")]);
-        assert_eq!(told, [driver("a", "1"), driver("b", "2"), driver("d", "4")]);
+        let merged = drivers.merged(&[driver("a", "0"), driver("c", "3"), driver("d", "4")]);
+        assert_eq!(
+            merged,
+            [driver("a", "1"), driver("b", "2"), driver("d", "4")]
+        );
         assert_eq!(
             drivers.node_ids(Some(r#"{"c": "3", "d": "4"}"#)).as_deref(),
             Some(r#"{"a":"1","b":"2","d":"4"}"#)
@@ -511,19 +517,19 @@ mod tests {
             options: vec!["noatime".into()],
             ..Volume::default()
         };
-        let told = labelled(&own, Some(&driver(json!({"seLinuxMount": true}))));
+        let mounted = labelled(&own, Some(&driver(json!({"seLinuxMount": true}))));
         assert_eq!(
-            (told.options.join(","), told.label.clone()),
+            (mounted.options.join(","), mounted.label.clone()),
             (
                 "noatime,context=\"u:r:t:s0:c1,c2\"".into(),
                 own.label.clone()
             )
         );
-        let grown = capability_to_grow(&told, NodeCapabilities::default()).access_type;
+        let grown = expansion_capability(&mounted, NodeCapabilities::default()).access_type;
         assert!(matches!(grown, Some(AccessType::Mount(m)) if m.mount_flags == ["noatime"]));
         for none in [None, Some(driver(json!({})))] {
-            let told = labelled(&own, none.as_ref());
-            assert_eq!((told.options.len(), told.label), (1, None));
+            let mounted = labelled(&own, none.as_ref());
+            assert_eq!((mounted.options.len(), mounted.label), (1, None));
         }
     }
 
@@ -576,7 +582,7 @@ mod tests {
             (&rwo, Some(policy("None")), false),
         ] {
             assert_eq!(
-                gives_group(volume, driver.as_ref(), plain),
+                applies_fs_group(volume, driver.as_ref(), plain),
                 expected,
                 "{driver:?}"
             );
@@ -585,7 +591,10 @@ mod tests {
             mount_group: true,
             ..plain
         };
-        assert!(!gives_group(&rwo, None, own), "the driver sets the group");
+        assert!(
+            !applies_fs_group(&rwo, None, own),
+            "the driver sets the group"
+        );
         let message = capability(&rwo, own, Some(42));
         assert!(
             matches!(message.access_type, Some(AccessType::Mount(m)) if m.volume_mount_group == "42")
@@ -603,21 +612,21 @@ mod tests {
             context(&inline, &pod, None),
             HashMap::from([("a".to_owned(), "b".to_owned())])
         );
-        let told = context(
+        let context = context(
             &inline,
             &pod,
             Some(&driver(json!({"podInfoOnMount": true}))),
         );
         assert_eq!(
             (
-                told["csi.storage.k8s.io/pod.uid"].as_str(),
-                told["csi.storage.k8s.io/ephemeral"].as_str(),
-                told.len()
+                context["csi.storage.k8s.io/pod.uid"].as_str(),
+                context["csi.storage.k8s.io/ephemeral"].as_str(),
+                context.len()
             ),
             ("u", "true", 6)
         );
-        assert!(!wants_attachment(&inline, None));
-        assert!(!wants_attachment(
+        assert!(!needs_attachment(&inline, None));
+        assert!(!needs_attachment(
             &volume(&[], ""),
             Some(&driver(json!({"attachRequired": false})))
         ));
@@ -656,8 +665,8 @@ mod tests {
                 refused("Ephemeral", "only supports [\"Persistent\"]"),
             ),
         ] {
-            assert_eq!(serves(&persistent, driver.as_ref()), alone);
-            assert_eq!(serves(&inline, driver.as_ref()), with_pod);
+            assert_eq!(check_lifecycle(&persistent, driver.as_ref()), alone);
+            assert_eq!(check_lifecycle(&inline, driver.as_ref()), with_pod);
         }
     }
 
@@ -712,12 +721,12 @@ mod tests {
             label: Some("u:r:t:s0".into()),
             ..Volume::default()
         };
-        let noted = noted(&volume, "uid", "n", true);
-        let text = serde_json::to_string(&noted).expect("json");
+        let data = volume_data(&volume, "uid", "n", true);
+        let text = serde_json::to_string(&data).expect("json");
         assert!(
             text.contains(r#""seLinuxMountContext":"u:r:t:s0""#),
             "{text}"
         );
-        assert_eq!(noted.attachment_id, attachment_name("d", "h", "n"));
+        assert_eq!(data.attachment_id, attachment_name("d", "h", "n"));
     }
 }

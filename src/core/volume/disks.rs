@@ -32,8 +32,8 @@ pub struct Iscsi {
     /// Initiator name, if it is not the node's default.
     pub initiator: Option<String>,
     /// Interface that a kubelet created for that initiator name.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub made: Option<String>,
+    #[serde(default, rename = "made", skip_serializing_if = "Option::is_none")]
+    pub kubelet_interface: Option<String>,
     /// Whether discovery and sessions use CHAP.
     pub chap: (bool, bool),
     /// Secret with the CHAP credentials: namespace and name.
@@ -84,7 +84,7 @@ pub fn of_iscsi(source: &ISCSIVolumeSource, namespace: &str) -> Disk {
             .filter(|i| !i.is_empty())
             .unwrap_or_else(|| "default".into()),
         initiator: source.initiator_name.clone(),
-        made: None,
+        kubelet_interface: None,
         chap: (
             source.chap_auth_discovery == Some(true),
             source.chap_auth_session == Some(true),
@@ -157,12 +157,12 @@ pub fn fc_name(source: &FCVolumeSource) -> String {
 
 /// Possible unique names of the disk with this directory below the plugin's directory. The directory name is ambiguous.
 #[must_use]
-pub fn names_of_place(place: &str) -> Vec<String> {
-    let unit = place
+pub fn unique_names_of_directory(directory: &str) -> Vec<String> {
+    let unit = directory
         .rsplit_once("-lun-")
         .and_then(|(disk, lun)| Some((disk, lun.parse::<i32>().ok()?)));
     let Some((disk, lun)) = unit else {
-        return vec![format!("kubernetes.io/fc/[{place}]")];
+        return vec![format!("kubernetes.io/fc/[{directory}]")];
     };
     let of_target = ["-iqn.", "-eui.", "-naa."];
     let target = of_target.iter().find_map(|kind| disk.find(kind));
@@ -190,7 +190,7 @@ impl Disk {
 
     /// Path of the global mount below the `plugins` directory, as segments.
     #[must_use]
-    pub fn place(&self) -> Vec<String> {
+    pub fn global_mount_path(&self) -> Vec<String> {
         match self {
             Disk::Iscsi(i) => {
                 let portal = i.portals.first().map(String::as_str).unwrap_or_default();
@@ -214,10 +214,10 @@ impl Disk {
 
     /// Path of the directory that records the pods with this block device, as segments below `plugins`.
     #[must_use]
-    pub fn device_place(&self) -> Vec<String> {
-        let mut place = self.place();
-        place.insert(2, "volumeDevices".into());
-        place
+    pub fn device_path(&self) -> Vec<String> {
+        let mut path = self.global_mount_path();
+        path.insert(2, "volumeDevices".into());
+        path
     }
 
     /// Whether a link below `/dev/disk` refers to this disk, by the names of its directory and the link.
@@ -269,18 +269,18 @@ enum Session {
 }
 
 impl From<KubeletSession> for Iscsi {
-    fn from(noted: KubeletSession) -> Iscsi {
-        let own_name = !noted.initiator_name.is_empty();
-        let interface = match noted.iface.as_str() {
+    fn from(session: KubeletSession) -> Iscsi {
+        let own_name = !session.initiator_name.is_empty();
+        let interface = match session.iface.as_str() {
             "" => "default".to_owned(),
             name => name.to_owned(),
         };
         Iscsi {
-            portals: noted.portals,
-            iqn: noted.iqn,
-            lun: noted.lun.parse().unwrap_or(0),
-            initiator: own_name.then_some(noted.initiator_name),
-            made: own_name.then(|| interface.clone()),
+            portals: session.portals,
+            iqn: session.iqn,
+            lun: session.lun.parse().unwrap_or(0),
+            initiator: own_name.then_some(session.initiator_name),
+            kubelet_interface: own_name.then(|| interface.clone()),
             interface,
             ..Iscsi::default()
         }
@@ -289,18 +289,18 @@ impl From<KubeletSession> for Iscsi {
 
 impl Iscsi {
     /// Parses a session file of this agent or of a kubelet.
-    pub fn noted(text: &[u8]) -> Result<Iscsi, String> {
+    pub fn parse_session(text: &[u8]) -> Result<Iscsi, String> {
         match serde_json::from_slice(text) {
             Ok(Session::Own(own)) => Ok(own),
-            Ok(Session::Kubelet(noted)) => Ok(noted.into()),
+            Ok(Session::Kubelet(session)) => Ok(session.into()),
             Err(error) => Err(error.to_string()),
         }
     }
 
     /// The interface to use; a separate one if the volume has an initiator name.
     fn iface(&self, portal: &str) -> String {
-        if let Some(made) = &self.made {
-            made.clone()
+        if let Some(interface) = &self.kubelet_interface {
+            interface.clone()
         } else if self.initiator.is_some() {
             format!("{portal}:{}", self.iqn)
         } else {
@@ -392,7 +392,8 @@ impl Iscsi {
             Self::with(&[&node[..], &["-o", "delete"]].concat()),
         ];
         // A kubelet's interface serves all portals, so it is deleted after the last one.
-        let is_last = self.made.is_none() || self.portals.last().is_some_and(|last| last == portal);
+        let is_last = self.kubelet_interface.is_none()
+            || self.portals.last().is_some_and(|last| last == portal);
         if self.initiator.is_some() && is_last {
             calls.push(Self::with(&["-m", "iface", "-I", &iface, "-o", "delete"]));
         }
@@ -450,7 +451,7 @@ mod tests {
         let own = fc(json!({"wwids": ["3600508b400105e210000900000490000"]}));
         assert!(own.is_named("by-id", "scsi-3600508b400105e210000900000490000"));
         assert_eq!(
-            by_target.place().last().map(String::as_str),
+            by_target.global_mount_path().last().map(String::as_str),
             Some("50060E801049CFD1-lun-0")
         );
     }
@@ -484,28 +485,29 @@ mod tests {
             ("node.session.auth.password".into(), "p".into()),
             ("other".into(), "q".into()),
         ]));
-        let said = words(secured.login("P"));
+        let calls = words(secured.login("P"));
         assert!(
-            said.iter()
+            calls
+                .iter()
                 .any(|c| c.ends_with("-n node.session.auth.password -v p"))
-                && !said.iter().any(|c| c.contains("other")),
-            "{said:?}"
+                && !calls.iter().any(|c| c.contains("other")),
+            "{calls:?}"
         );
-        assert!(said[0].ends_with("-o new") && said[1].ends_with("-v iqn.me"));
+        assert!(calls[0].ends_with("-o new") && calls[1].ends_with("-v iqn.me"));
         assert_eq!(format!("{:?}", secured.passwords), "Chap(2 values)");
     }
 
     #[test]
     fn sessions_that_a_kubelet_began_are_logged_out() {
         // As kubelet 1.36 writes it.
-        let noted = |iface: &str, name: &str| {
+        let session_file = |iface: &str, name: &str| {
             format!(
                 r#"{{"VolName":"vol","Portals":["192.0.2.1:3260","192.0.2.2:3260"],"Iqn":"iqn.2026-11.test:disk","Lun":"3","InitIface":"default","Iface":"{iface}","InitiatorName":"{name}","MetricsProvider":null}}
 "#
             )
         };
         let ended = |text: &str| -> Vec<String> {
-            let session = Iscsi::noted(text.as_bytes()).expect("a recorded session");
+            let session = Iscsi::parse_session(text.as_bytes()).expect("a recorded session");
             assert_eq!(session.lun, 3);
             let calls = session.portals.iter().flat_map(|p| session.logout(p));
             calls.map(|call| call.join(" ")).collect()
@@ -517,16 +519,19 @@ mod tests {
             ["192.0.2.1", "192.0.2.2"]
                 .map(|portal| ["--logout", "-o delete"].map(|what| node(portal, iface, what)))
         };
-        assert_eq!(ended(&noted("default", "")), nodes("default").concat());
+        assert_eq!(
+            ended(&session_file("default", "")),
+            nodes("default").concat()
+        );
         let own = "192.0.2.1:3260:vol";
         let mut expected = nodes(own).concat();
         expected.push(format!("-m iface -I {own} -o delete"));
-        assert_eq!(ended(&noted(own, "iqn.me")), expected);
+        assert_eq!(ended(&session_file(own, "iqn.me")), expected);
         let Disk::Iscsi(ours) = iscsi(json!({"initiatorName": "iqn.me"})) else {
             panic!("iSCSI")
         };
         let text = serde_json::to_vec(&ours).expect("JSON");
-        assert_eq!(Iscsi::noted(&text), Ok(ours));
-        assert!(Iscsi::noted(b"{\"Portals\": 3}").is_err());
+        assert_eq!(Iscsi::parse_session(&text), Ok(ours));
+        assert!(Iscsi::parse_session(b"{\"Portals\": 3}").is_err());
     }
 }

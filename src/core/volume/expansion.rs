@@ -10,13 +10,13 @@ use super::claims::Grown;
 use crate::core::backoff::Doubling;
 
 /// Back-off between attempts for a volume (`pkg/util/goroutinemap/exponentialbackoff`).
-const PAUSES: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(122));
+const BACKOFF: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(122));
 /// Maximum number of volumes whose failed expansion is remembered.
-const FAILED: usize = 4096;
+const MAX_FAILED: usize = 4096;
 
 /// Outcome of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tried {
+pub enum AttemptOutcome {
     /// The filesystem has the requested size.
     Done,
     /// Unknown: the expansion may still be in progress, or was not started.
@@ -29,7 +29,7 @@ pub enum Tried {
 
 /// When to expand a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Due {
+pub enum NextAttempt {
     /// Now.
     Now,
     /// Not before this time, because an attempt has failed.
@@ -52,25 +52,25 @@ struct Known {
 /// Volumes with pending expansions, by unique volume name.
 #[derive(Debug, Default)]
 pub struct Expansions {
-    here: BTreeMap<String, Known>,
+    volumes: BTreeMap<String, Known>,
     /// Volumes with a failed attempt, including those that have left the node since.
     failed: BTreeSet<String>,
 }
 
 impl Expansions {
     /// When to expand a volume. If the claim already has the new size, an expansion is due only if this node had less.
-    pub fn due(&mut self, volume: &str, grown: &Grown, now: Timestamp) -> Due {
-        let known = self.here.entry(volume.to_owned()).or_insert(Known {
-            has: grown.had,
+    pub fn due(&mut self, volume: &str, grown: &Grown, now: Timestamp) -> NextAttempt {
+        let known = self.volumes.entry(volume.to_owned()).or_insert(Known {
+            has: grown.claim_bytes,
             in_use: false,
-            pauses: PAUSES,
+            pauses: BACKOFF,
             not_before: None,
         });
-        let is_known = grown.is_told && grown.bytes <= known.has;
+        let is_known = grown.claim_has_size && grown.bytes <= known.has;
         match known.not_before {
-            _ if is_known || known.in_use => Due::Never,
-            Some(at) if at > now => Due::At(at),
-            _ => Due::Now,
+            _ if is_known || known.in_use => NextAttempt::Never,
+            Some(at) if at > now => NextAttempt::At(at),
+            _ => NextAttempt::Now,
         }
     }
 
@@ -81,16 +81,16 @@ impl Expansions {
     }
 
     /// Records an attempt; returns when to retry.
-    pub fn tried(
+    pub fn record_attempt(
         &mut self,
         volume: &str,
         grown: &Grown,
-        outcome: Tried,
+        outcome: AttemptOutcome,
         now: Timestamp,
     ) -> Option<Timestamp> {
         // The volume may have left the node meanwhile.
-        let known = self.here.get_mut(volume)?;
-        if outcome == Tried::Done {
+        let known = self.volumes.get_mut(volume)?;
+        if outcome == AttemptOutcome::Done {
             (known.has, known.not_before) = (grown.bytes, None);
             known.pauses.reset();
             self.failed.remove(volume);
@@ -98,16 +98,16 @@ impl Expansions {
         }
         let pause = SignedDuration::try_from(known.pauses.pause()).unwrap_or(SignedDuration::MAX);
         known.not_before = now.checked_add(pause).ok();
-        known.in_use = outcome == Tried::InUse;
-        if outcome != Tried::Unknown && self.failed.len() < FAILED {
+        known.in_use = outcome == AttemptOutcome::InUse;
+        if outcome != AttemptOutcome::Unknown && self.failed.len() < MAX_FAILED {
             self.failed.insert(volume.to_owned());
         }
         known.not_before.filter(|_| !known.in_use)
     }
 
     /// Removes a volume that no pod of the node uses any more; it may be expandable now.
-    pub fn forget(&mut self, volume: &str) {
-        self.here.remove(volume);
+    pub fn remove(&mut self, volume: &str) {
+        self.volumes.remove(volume);
     }
 }
 
@@ -115,16 +115,16 @@ impl Expansions {
 mod tests {
     use super::*;
 
-    fn grown(bytes: i64, is_told: bool) -> Grown {
+    fn grown(bytes: i64, claim_has_size: bool) -> Grown {
         Grown {
             namespace: "n".into(),
             claim: "c".into(),
             uid: None,
-            had: if is_told { bytes } else { 1 },
+            claim_bytes: if claim_has_size { bytes } else { 1 },
             bytes,
             text: bytes.to_string(),
-            is_followed: false,
-            is_told,
+            records_state: false,
+            claim_has_size,
             is_superseded: false,
         }
     }
@@ -139,42 +139,55 @@ mod tests {
         let two = grown(2, false);
         let mut now = 0;
         for pause in [500, 1000, 2000] {
-            assert_eq!(known.due("v", &two, at(now)), Due::Now, "{now}");
-            let again = known.tried("v", &two, Tried::Unknown, at(now));
+            assert_eq!(known.due("v", &two, at(now)), NextAttempt::Now, "{now}");
+            let retry = known.record_attempt("v", &two, AttemptOutcome::Unknown, at(now));
             now += pause;
-            assert_eq!(again, Some(at(now)));
-            assert_eq!(known.due("v", &two, at(now - 1)), Due::At(at(now)));
+            assert_eq!(retry, Some(at(now)));
+            assert_eq!(known.due("v", &two, at(now - 1)), NextAttempt::At(at(now)));
         }
         assert!(!known.has_failed("v"), "the call may have succeeded");
         for _ in 0..20 {
-            known.tried("v", &two, Tried::Failed, at(now));
+            known.record_attempt("v", &two, AttemptOutcome::Failed, at(now));
         }
         assert!(known.has_failed("v"));
         let most = at(now + 122_000);
-        assert_eq!(known.due("v", &two, at(now + 121_999)), Due::At(most));
+        assert_eq!(
+            known.due("v", &two, at(now + 121_999)),
+            NextAttempt::At(most)
+        );
         assert_eq!(
             known.due("v", &two, most),
-            Due::Now,
+            NextAttempt::Now,
             "the pause has a maximum"
         );
-        assert_eq!(known.tried("v", &two, Tried::Done, at(now)), None);
+        assert_eq!(
+            known.record_attempt("v", &two, AttemptOutcome::Done, at(now)),
+            None
+        );
         assert!(!known.has_failed("v"));
         // The claim was not updated.
-        assert_eq!(known.due("v", &two, at(now)), Due::Now);
+        assert_eq!(known.due("v", &two, at(now)), NextAttempt::Now);
     }
 
     #[test]
     fn an_offline_expansion_waits_until_the_volume_leaves_the_node() {
         let mut known = Expansions::default();
         let two = grown(2, false);
-        assert_eq!(known.due("v", &two, at(0)), Due::Now);
-        assert_eq!(known.tried("v", &two, Tried::InUse, at(0)), None);
+        assert_eq!(known.due("v", &two, at(0)), NextAttempt::Now);
+        assert_eq!(
+            known.record_attempt("v", &two, AttemptOutcome::InUse, at(0)),
+            None
+        );
         for later in [two.clone(), grown(3, false)] {
-            assert_eq!(known.due("v", &later, at(1 << 40)), Due::Never);
+            assert_eq!(known.due("v", &later, at(1 << 40)), NextAttempt::Never);
         }
-        assert_eq!(known.due("w", &two, at(0)), Due::Now, "another volume");
-        known.forget("v");
-        assert_eq!(known.due("v", &two, at(0)), Due::Now);
+        assert_eq!(
+            known.due("w", &two, at(0)),
+            NextAttempt::Now,
+            "another volume"
+        );
+        known.remove("v");
+        assert_eq!(known.due("v", &two, at(0)), NextAttempt::Now);
         assert!(known.has_failed("v"), "the failure is remembered");
     }
 
@@ -184,11 +197,11 @@ mod tests {
         let (two, three) = (grown(2, true), grown(3, true));
         assert_eq!(
             known.due("v", &two, at(0)),
-            Due::Never,
+            NextAttempt::Never,
             "it already had this size when mounted"
         );
-        assert_eq!(known.due("v", &three, at(0)), Due::Now);
-        known.tried("v", &three, Tried::Done, at(0));
-        assert_eq!(known.due("v", &three, at(0)), Due::Never);
+        assert_eq!(known.due("v", &three, at(0)), NextAttempt::Now);
+        known.record_attempt("v", &three, AttemptOutcome::Done, at(0));
+        assert_eq!(known.due("v", &three, at(0)), NextAttempt::Never);
     }
 }

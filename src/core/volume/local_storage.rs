@@ -53,7 +53,7 @@ pub fn limits(pod: &Pod) -> Limits {
                 .insert(volume.name.clone(), (text, bytes(quantity)));
         }
     }
-    let mut everyone = true;
+    let mut all_limited = true;
     for (role, container) in pod::containers(pod)
         .iter()
         .filter(|(role, _)| *role != Role::Ephemeral)
@@ -64,12 +64,12 @@ pub fn limits(pod: &Pod) -> Limits {
                     .containers
                     .insert(container.name.clone(), (limit.to_string(), bytes(*limit)))
             }
-            None => everyone &= *role == Role::Init,
+            None => all_limited &= *role == Role::Init,
         }
     }
     limits.pod = of_pod(pod, Side::Limits)
         .get(RESOURCE)
-        .filter(|q| everyone && !q.is_zero())
+        .filter(|q| all_limited && !q.is_zero())
         .map(|q| (q.to_string(), bytes(*q)));
     limits
 }
@@ -83,13 +83,13 @@ impl Limits {
 
     /// Whether the usage of containers must be measured.
     #[must_use]
-    pub fn counts_containers(&self) -> bool {
+    pub fn needs_container_usage(&self) -> bool {
         !self.containers.is_empty() || self.pod.is_some()
     }
 
     /// Usage in bytes above which measuring a volume can stop.
     #[must_use]
-    pub fn enough(&self, volume: &str) -> u64 {
+    pub fn measure_limit(&self, volume: &str) -> u64 {
         let own = self.volumes.get(volume).map(|(_, limit)| *limit);
         own.into_iter()
             .chain(self.pod.as_ref().map(|(_, limit)| *limit))
@@ -141,7 +141,7 @@ impl Limits {
 
 /// The volumes of a pod that use the node's disk.
 #[must_use]
-pub fn counted(pod: &Pod) -> Vec<String> {
+pub fn volumes_on_disk(pod: &Pod) -> Vec<String> {
     let on_disk = |v: &&k8s_openapi::api::core::v1::Volume| {
         let disk = v
             .empty_dir
@@ -211,7 +211,10 @@ mod tests {
                 "{used:?}"
             );
         }
-        assert_eq!((limits.enough("v"), limits.enough("w")), (1024, 3072));
+        assert_eq!(
+            (limits.measure_limit("v"), limits.measure_limit("w")),
+            (1024, 3072)
+        );
         let open = limits_of(json!([container("a", "1Ki"), container("b", "")]), volumes);
         assert_eq!(
             (open.pod, open.containers.len()),

@@ -590,9 +590,9 @@ mod tests {
         ] {
             let made = persistent(volume(json!({}), spec.clone())).expect("a translation");
             let csi = made.spec.and_then(|s| s.csi).expect("a CSI volume");
-            let told = serde_json::to_value(&csi.volume_attributes).expect("a map");
+            let attributes = serde_json::to_value(&csi.volume_attributes).expect("a map");
             assert_eq!(
-                (csi.driver.as_str(), csi.volume_handle.as_str(), &told),
+                (csi.driver.as_str(), csi.volume_handle.as_str(), &attributes),
                 (driver, handle, &attributes),
                 "{spec}"
             );
@@ -618,8 +618,8 @@ mod tests {
     #[test]
     fn zones_get_the_drivers_labels_and_disks_its_access_modes() {
         let affinity = |key: &str| json!({"required": {"nodeSelectorTerms": [{"matchExpressions": [{"key": key, "operator": "In", "values": ["z"]}]}]}});
-        let told = |made: PersistentVolume| serde_json::to_value(made.spec).expect("a spec");
-        let named = told(
+        let spec_of = |made: PersistentVolume| serde_json::to_value(made.spec).expect("a spec");
+        let named = spec_of(
             persistent(volume(
                 json!({}),
                 json!({"cinder": {"volumeID": "c"}, "nodeAffinity": affinity(ZONES[1])}),
@@ -632,7 +632,7 @@ mod tests {
         );
         let label = json!({"labels": {ZONES[0]: "us-central1-b__us-central1-a"}});
         let disk = json!({"gcePersistentDisk": {"pdName": "d"}, "accessModes": ["ReadWriteMany", "ReadOnlyMany"]});
-        let regional = told(persistent(volume(label, disk)).expect("fine"));
+        let regional = spec_of(persistent(volume(label, disk)).expect("fine"));
         assert_eq!(
             regional["csi"]["volumeHandle"],
             "projects/UNSPECIFIED/regions/us-central1/disks/d"

@@ -3,7 +3,6 @@
 pub mod attachment;
 pub mod certificates;
 pub mod claims;
-pub mod counting;
 pub mod csi;
 pub mod disks;
 pub mod expansion;
@@ -15,3 +14,4 @@ pub mod permissions;
 pub mod resize;
 pub mod resolved;
 pub mod selinux;
+pub mod usage_schedule;

@@ -13,7 +13,7 @@ use crate::core::pod;
 /// Paths within a volume where containers mount other volumes. Paths within another such path are omitted, because they
 /// belong to the other volume.
 #[must_use]
-pub fn within(pod: &Pod, volume: &str) -> BTreeSet<PathBuf> {
+pub fn mount_points_within(pod: &Pod, volume: &str) -> BTreeSet<PathBuf> {
     let mut found = BTreeSet::new();
     for (_, container) in pod::containers(pod) {
         let mounts: Vec<&VolumeMount> = container.volume_mounts.iter().flatten().collect();
@@ -56,7 +56,7 @@ mod tests {
         let of = |mounts: Value| {
             let spec = json!({"containers": [{"name": "c", "volumeMounts": mounts}]});
             let pod: Pod = serde_json::from_value(json!({"spec": spec})).expect("a pod");
-            let found = within(&pod, "v").into_iter();
+            let found = mount_points_within(pod, "v").into_iter();
             found
                 .map(|path| path.display().to_string())
                 .collect::<Vec<_>>()

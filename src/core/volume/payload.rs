@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::{
 };
 
 use crate::core::fault::Fault;
-use crate::core::pod::env::{self, Objects, Surroundings};
+use crate::core::pod::env::{self, FieldContext, Objects};
 
 /// One projected file.
 #[derive(Clone, PartialEq, Eq)]
@@ -54,7 +54,7 @@ pub struct Credential {
 
 /// Data fetched for the sources of one projected volume.
 #[derive(Default)]
-pub struct Given {
+pub struct FetchedSources {
     /// Service account tokens by file path.
     pub tokens: BTreeMap<String, String>,
     /// Trust bundles by file path; `None` if an optional source selects none.
@@ -112,7 +112,7 @@ pub fn references(volume: &Volume) -> (Vec<String>, Vec<String>) {
 }
 
 /// Checks that a path stays below the volume: relative and without `..`.
-fn safe(path: &str) -> Result<String, Fault> {
+fn relative_path(path: &str) -> Result<String, Fault> {
     let bad = path.is_empty()
         || path.starts_with('/')
         || path
@@ -143,7 +143,10 @@ fn project(
     let mut files = Files::new();
     if items.is_empty() {
         for (key, content) in data {
-            files.insert(safe(&key)?, File::new(content, mode(None, default)));
+            files.insert(
+                relative_path(&key)?,
+                File::new(content, mode(None, default)),
+            );
         }
         return Ok(files);
     }
@@ -151,7 +154,7 @@ fn project(
         match data.get(&item.key) {
             Some(content) => {
                 files.insert(
-                    safe(&item.path)?,
+                    relative_path(&item.path)?,
                     File::new(content.clone(), mode(item.mode, default)),
                 );
             }
@@ -237,7 +240,7 @@ fn secret(
 fn downward(
     items: &[DownwardAPIVolumeFile],
     default: i32,
-    around: &Surroundings<'_>,
+    around: &FieldContext<'_>,
 ) -> Result<Files, Fault> {
     let mut files = Files::new();
     for item in items {
@@ -267,7 +270,7 @@ fn downward(
             )));
         };
         files.insert(
-            safe(&item.path)?,
+            relative_path(&item.path)?,
             File::new(text.into_bytes(), mode(item.mode, default)),
         );
     }
@@ -277,9 +280,9 @@ fn downward(
 /// The files of a volume; `None` if the volume's type has no projected files.
 pub fn files(
     volume: &Volume,
-    around: &Surroundings<'_>,
+    around: &FieldContext<'_>,
     objects: &dyn Objects,
-    given: &Given,
+    given: &FetchedSources,
 ) -> Option<Result<Files, Fault>> {
     if let Some(source) = &volume.config_map {
         return Some(config_map(
@@ -310,8 +313,8 @@ pub fn files(
     let projected = volume.projected.as_ref()?;
     let default = projected.default_mode.unwrap_or(0o644);
     let mut all = Files::new();
-    for (place, source) in projected.sources.iter().flatten().enumerate() {
-        match projection(place, source, default, around, objects, given) {
+    for (index, source) in projected.sources.iter().flatten().enumerate() {
+        match projection(index, source, default, around, objects, given) {
             Ok(files) => all.extend(files),
             Err(error) => return Some(Err(error)),
         }
@@ -321,12 +324,12 @@ pub fn files(
 
 /// The files of one source of a projected volume.
 fn projection(
-    place: usize,
+    index: usize,
     source: &VolumeProjection,
     default: i32,
-    around: &Surroundings<'_>,
+    around: &FieldContext<'_>,
     objects: &dyn Objects,
-    given: &Given,
+    given: &FetchedSources,
 ) -> Result<Files, Fault> {
     if let Some(map) = &source.config_map {
         return config_map(
@@ -355,8 +358,8 @@ fn projection(
             .get(&token.path)
             .ok_or_else(|| Fault::later("the service account token has not been issued"))?;
         return Ok(Files::from([(
-            safe(&token.path)?,
-            private(around.pod, text.clone(), default),
+            relative_path(&token.path)?,
+            credential_file(around.pod, text.clone(), default),
         )]));
     }
     if let Some(bundle) = &source.cluster_trust_bundle {
@@ -366,14 +369,14 @@ fn projection(
             .ok_or_else(|| Fault::later("the trust bundle has not been fetched"))?;
         let text = text.clone().unwrap_or_default();
         return Ok(Files::from([(
-            safe(&bundle.path)?,
-            private(around.pod, text, default),
+            relative_path(&bundle.path)?,
+            credential_file(around.pod, text, default),
         )]));
     }
     if let Some(certificate) = &source.pod_certificate {
         let credential = given
             .credentials
-            .get(&place)
+            .get(&index)
             .ok_or_else(|| Fault::later("the certificate has not been issued"))?;
         let mut files = Files::new();
         for (path, content) in [
@@ -388,7 +391,10 @@ fn projection(
             ),
         ] {
             if let Some(path) = path.as_deref().filter(|p| !p.is_empty()) {
-                files.insert(safe(path)?, private(around.pod, content, default));
+                files.insert(
+                    relative_path(path)?,
+                    credential_file(around.pod, content, default),
+                );
             }
         }
         return Ok(files);
@@ -402,7 +408,7 @@ fn projection(
 
 /// A file with a credential or a trust bundle. If the pod has an `fsGroup`, the group can read the file; otherwise, if
 /// all containers run as the same user, only that user can (`pkg/volume/projected/projected.go`).
-fn private(pod: &Pod, text: String, default: i32) -> File {
+fn credential_file(pod: &Pod, text: String, default: i32) -> File {
     let owner = crate::core::pod::common_user(pod);
     let mode = match (crate::core::pod::ownership(pod).group, owner) {
         (Some(_), _) => 0o640,
@@ -449,13 +455,13 @@ mod tests {
         let pod: Pod =
             serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n", "labels": {"k": "v\"x"}}, "spec": {"containers": []}}))
                 .expect("a pod");
-        let around = Surroundings {
+        let around = FieldContext {
             pod: &pod,
             pod_ips: &[],
             node_ips: &[],
             allocatable: &Default::default(),
         };
-        let given = Given {
+        let given = FetchedSources {
             tokens: BTreeMap::from([("token".to_owned(), "TOKEN".to_owned())]),
             bundles: BTreeMap::from([
                 ("roots".to_owned(), Some("ROOTS".to_owned())),
@@ -548,7 +554,7 @@ mod tests {
         let of = |spec: Value| {
             let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p"}, "spec": spec}))
                 .expect("a pod");
-            let file = private(&pod, "t".into(), 0o644);
+            let file = credential_file(&pod, "t".into(), 0o644);
             (file.mode, file.owner)
         };
         let container = |user: Value| json!({"name": "c", "securityContext": {"runAsUser": user}});
@@ -579,9 +585,9 @@ mod tests {
     fn trust_bundles_have_the_permissions_of_tokens() {
         let source = serde_json::from_value(json!({"clusterTrustBundle": {"path": "roots"}}))
             .expect("a source");
-        let given = Given {
+        let given = FetchedSources {
             bundles: BTreeMap::from([("roots".to_owned(), Some("ROOTS".to_owned()))]),
-            ..Given::default()
+            ..FetchedSources::default()
         };
         for (security, expected) in [
             (json!({}), (0o644, None)),
@@ -590,7 +596,7 @@ mod tests {
         ] {
             let spec = json!({"securityContext": security, "containers": [{"name": "c"}]});
             let pod: Pod = serde_json::from_value(json!({"spec": spec})).expect("a pod");
-            let around = Surroundings {
+            let around = FieldContext {
                 pod: &pod,
                 pod_ips: &[],
                 node_ips: &[],

@@ -27,9 +27,9 @@ const CONDITIONS: [&str; 4] = [
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Resize<'a> {
     /// The node starts its part.
-    Begun,
+    Started,
     /// The volume has this size, as an API quantity.
-    Has(&'a str),
+    Completed(&'a str),
     /// The expansion failed without any change.
     Failed {
         /// The error.
@@ -43,7 +43,7 @@ pub enum Resize<'a> {
 
 /// Whether a claim is the one whose volume is expanded, and not a new claim of the same name.
 #[must_use]
-pub fn concerns(claim: &PersistentVolumeClaim, grown: &Grown) -> bool {
+pub fn is_same_claim(claim: &PersistentVolumeClaim, grown: &Grown) -> bool {
     grown.uid.is_none() || grown.uid == claim.metadata.uid
 }
 
@@ -57,8 +57,8 @@ pub fn patch(claim: &PersistentVolumeClaim, step: Resize<'_>) -> Value {
         conditions.iter().filter(stays).collect()
     };
     let status = match step {
-        Resize::Begun => json!({"allocatedResourceStatuses": {"storage": IN_PROGRESS}}),
-        Resize::Has(size) => {
+        Resize::Started => json!({"allocatedResourceStatuses": {"storage": IN_PROGRESS}}),
+        Resize::Completed(size) => {
             let states = claim.status.as_ref();
             let states = states.and_then(|s| s.allocated_resource_statuses.as_ref());
             // A merge patch keeps an empty map, so the field is deleted if no other resource has a state.
@@ -116,15 +116,15 @@ mod tests {
             namespace: "n".into(),
             claim: "c".into(),
             uid: uid.map(str::to_owned),
-            had: 1,
+            claim_bytes: 1,
             bytes: 2,
             text: "2".into(),
-            is_followed: true,
-            is_told: false,
+            records_state: true,
+            claim_has_size: false,
             is_superseded: false,
         };
-        assert!(concerns(&made, &grown(Some("two"))) && concerns(&made, &grown(None)));
-        assert!(!concerns(&made, &grown(Some("one"))));
+        assert!(is_same_claim(&made, &grown(Some("two"))) && is_same_claim(&made, &grown(None)));
+        assert!(!is_same_claim(&made, &grown(Some("one"))));
     }
 
     #[test]
@@ -136,11 +136,11 @@ mod tests {
             json!([{"type": "Resizing", "status": "True"}, {"type": "NodeResizeError", "status": "True"}, other]),
         );
         assert_eq!(
-            patch(&resizing, Resize::Has("2Mi")),
+            patch(&resizing, Resize::Completed("2Mi")),
             json!({"metadata": {"resourceVersion": "7"}, "status": {"capacity": {"storage": "2Mi"}, "conditions": [other], "allocatedResourceStatuses": null}})
         );
         assert_eq!(
-            patch(&resizing, Resize::Begun)["status"],
+            patch(&resizing, Resize::Started)["status"],
             json!({"allocatedResourceStatuses": {"storage": "NodeResizeInProgress"}})
         );
         let failed = |infeasible| Resize::Failed {
@@ -148,15 +148,15 @@ mod tests {
             infeasible,
             at,
         };
-        let told = json!({"type": "NodeResizeError", "status": "True", "lastTransitionTime": time, "message": "failed to expand pvc with no"});
+        let condition = json!({"type": "NodeResizeError", "status": "True", "lastTransitionTime": time, "message": "failed to expand pvc with no"});
         let plain = claim(json!([other]));
         assert_eq!(
             patch(&plain, failed(false))["status"],
-            json!({"conditions": [other, told]})
+            json!({"conditions": [other, condition]})
         );
         assert_eq!(
             patch(&plain, failed(true))["status"],
-            json!({"conditions": [other, told], "allocatedResourceStatuses": {"storage": "NodeResizeInfeasible"}})
+            json!({"conditions": [other, condition], "allocatedResourceStatuses": {"storage": "NodeResizeInfeasible"}})
         );
         let mut several = claim(json!([]));
         several
@@ -169,7 +169,7 @@ mod tests {
                 .into(),
         );
         assert_eq!(
-            patch(&several, Resize::Has("2Mi"))["status"]["allocatedResourceStatuses"],
+            patch(&several, Resize::Completed("2Mi"))["status"]["allocatedResourceStatuses"],
             json!({"storage": null})
         );
         // A repeated failure keeps the transition time.

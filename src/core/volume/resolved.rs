@@ -99,7 +99,7 @@ pub struct ResolvedVolume {
     /// Mount options.
     pub options: Vec<String>,
     /// Whether the agent applies the pod's `fsGroup`.
-    pub owned: bool,
+    pub applies_fs_group: bool,
     /// Whether the mount has an SELinux label, so that files need none of their own.
     pub labelled: bool,
     /// Supplemental group from the annotation of a persistent volume.
@@ -110,7 +110,7 @@ pub struct ResolvedVolume {
 
 /// Properties of the node that volumes depend on.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Here<'a> {
+pub struct NodeProperties<'a> {
     /// Allocatable memory of the node in bytes.
     pub memory: u64,
     /// SELinux label of container files; `None` without SELinux.
@@ -127,7 +127,7 @@ impl ResolvedVolume {
             read_only: false,
             block: false,
             options: vec![],
-            owned: false,
+            applies_fs_group: false,
             labelled: false,
             group: None,
             access_mode: selinux::INLINE,
@@ -169,7 +169,7 @@ impl ResolvedVolume {
                 .join("kubernetes.io/csi/volumeDevices")
                 .join(&self.name)
                 .join("dev"),
-            Source::Disk { disk, .. } => plugins.join(disk.device_place().join("/")),
+            Source::Disk { disk, .. } => plugins.join(disk.device_path().join("/")),
             _ => plugins
                 .join(self.plugin())
                 .join("volumeDevices")
@@ -248,7 +248,7 @@ impl Claimed {
 }
 
 /// Checks that a pod may use a claim, and returns the name of its persistent volume.
-pub fn usable(
+pub fn check_claim(
     pod: &Pod,
     volume: &Volume,
     claim: &PersistentVolumeClaim,
@@ -259,7 +259,7 @@ pub fn usable(
             "error processing PVC {namespace}/{name}: {why}"
         )))
     };
-    let owned = || {
+    let is_owned = || {
         claim
             .metadata
             .owner_references
@@ -267,7 +267,7 @@ pub fn usable(
             .flatten()
             .any(|o| o.controller == Some(true) && Some(&o.uid) == pod.metadata.uid.as_ref())
     };
-    if volume.ephemeral.is_some() && !owned() {
+    if volume.ephemeral.is_some() && !is_owned() {
         let why = format!(
             "PVC {namespace}/{name} was not created for pod {namespace}/{} (pod is not owner)",
             meta::name(pod)
@@ -387,7 +387,7 @@ fn mount_options(volume: &PersistentVolume) -> Vec<String> {
 }
 
 /// Rejects mount options for volumes that are not mounted.
-fn has_no_options(volume: &PersistentVolume) -> Result<(), Problem> {
+fn check_no_options(volume: &PersistentVolume) -> Result<(), Problem> {
     if mount_options(volume).is_empty() {
         return Ok(());
     }
@@ -403,16 +403,16 @@ pub fn resolve(
     pod: &Pod,
     volume: &Volume,
     claimed: Option<&Claimed>,
-    here: Here<'_>,
+    node: NodeProperties<'_>,
 ) -> Result<ResolvedVolume, Problem> {
     let plain = |source: Source| ResolvedVolume::plain(volume, source);
     if let Some(claimed) = claimed {
-        return persistent(pod, volume, claimed, here);
+        return persistent(pod, volume, claimed, node);
     }
     if let Some(source) = &volume.empty_dir {
         return Ok(ResolvedVolume {
-            owned: true,
-            ..plain(Source::EmptyDir(empty_dir(pod, source, here.memory)?))
+            applies_fs_group: true,
+            ..plain(Source::EmptyDir(empty_dir(pod, source, node.memory)?))
         });
     }
     if let Some(host) = &volume.host_path {
@@ -438,7 +438,7 @@ pub fn resolve(
         if is {
             return Ok(ResolvedVolume {
                 read_only: true,
-                owned: true,
+                applies_fs_group: true,
                 ..plain(Source::Files { in_memory, plugin })
             });
         }
@@ -466,14 +466,14 @@ pub fn resolve(
         };
         return Ok(ResolvedVolume {
             read_only: source.read_only == Some(true),
-            owned: true,
+            applies_fs_group: true,
             ..plain(source_of)
         });
     }
     if let Some(source) = &volume.fc {
         return Ok(ResolvedVolume {
             read_only: source.read_only == Some(true),
-            owned: true,
+            applies_fs_group: true,
             ..plain(fc(source))
         });
     }
@@ -485,12 +485,12 @@ pub fn resolve(
         });
     }
     let flex = volume.flex_volume.as_ref();
-    Err(unserved(&volume.name, flex.map(|f| &f.driver)))
+    Err(unsupported(&volume.name, flex.map(|f| &f.driver)))
 }
 
 /// The error for an unsupported volume type, in the kubelet's words (`ErrNoPluginMatched`); `flex` is the driver of a
 /// flexVolume.
-fn unserved(name: &str, flex: Option<&String>) -> Problem {
+fn unsupported(name: &str, flex: Option<&String>) -> Problem {
     let why = match flex {
         Some(driver) => format!(
             "no volume plugin matched: volume {name:?} is a flexVolume of driver {driver:?}; FlexVolume is deprecated and not implemented here, no driver in volumePluginDir is called: use a CSI driver"
@@ -528,7 +528,7 @@ fn fc(source: &FCVolumeSource) -> Source {
 
 /// Whether the claim's volume is a block device. Fails if the volume is bound to another claim, or if containers use it
 /// in the other mode.
-fn fits(pod: &Pod, volume: &Volume, claimed: &Claimed) -> Result<bool, Problem> {
+fn check_mode(pod: &Pod, volume: &Volume, claimed: &Claimed) -> Result<bool, Problem> {
     let reference = claimed.volume.spec.as_ref();
     let reference = reference.and_then(|spec| spec.claim_ref.as_ref()?.uid.as_ref());
     if reference != claimed.claim.metadata.uid.as_ref() {
@@ -539,14 +539,14 @@ fn fits(pod: &Pod, volume: &Volume, claimed: &Claimed) -> Result<bool, Problem> 
         )));
     }
     let block = claimed.is_block();
-    let everyone = pod::containers(pod);
-    if block && everyone.iter().any(|(_, c)| mounts(c, &volume.name)) {
+    let containers = pod::containers(pod);
+    if block && containers.iter().any(|(_, c)| mounts(c, &volume.name)) {
         return Err(Problem::Claim(format!(
             "volume {} has volumeMode Block, but is specified in volumeMounts",
             volume.name
         )));
     }
-    if !block && everyone.iter().any(|(_, c)| devices(c, &volume.name)) {
+    if !block && containers.iter().any(|(_, c)| devices(c, &volume.name)) {
         return Err(Problem::Claim(format!(
             "volume {} has volumeMode Filesystem, but is specified in volumeDevices",
             volume.name
@@ -560,25 +560,25 @@ fn persistent(
     pod: &Pod,
     volume: &Volume,
     claimed: &Claimed,
-    here: Here<'_>,
+    node: NodeProperties<'_>,
 ) -> Result<ResolvedVolume, Problem> {
     let spec = claimed.volume.spec.clone().unwrap_or_default();
     let name = meta::name(&claimed.volume).to_owned();
-    let block = fits(pod, volume, claimed)?;
+    let block = check_mode(pod, volume, claimed)?;
     let used = volume.persistent_volume_claim.as_ref();
     let read_only = used.is_some_and(|c| c.read_only == Some(true));
-    let made = |source: Source, read_only: bool, owned: bool| ResolvedVolume {
+    let made = |source: Source, read_only: bool, applies_fs_group: bool| ResolvedVolume {
         name: name.clone(),
         read_only,
         block,
         options: mount_options(&claimed.volume),
-        owned,
+        applies_fs_group,
         group: group_of(&claimed.volume),
         access_mode: selinux::access_mode(spec.access_modes.as_deref().unwrap_or_default()),
         ..ResolvedVolume::plain(volume, source)
     };
     let modes = spec.access_modes.clone().unwrap_or_default();
-    let label = here
+    let label = node
         .label
         .and_then(|files| selinux::of_volume(pod, &volume.name, &modes, files))
         .filter(|_| !block);
@@ -590,7 +590,7 @@ fn persistent(
         made
     };
     if let Some(host) = &spec.host_path {
-        has_no_options(&claimed.volume)?;
+        check_no_options(&claimed.volume)?;
         return Ok(made(
             Source::HostPath {
                 path: host.path.clone(),
@@ -606,8 +606,8 @@ fn persistent(
             Source::Local {
                 path: local.path.clone(),
                 filesystem,
-                grown: claims::growth(&claimed.volume, &claimed.claim)
-                    .filter(|grown| !grown.is_told),
+                grown: claims::pending_expansion(&claimed.volume, &claimed.claim)
+                    .filter(|grown| !grown.claim_has_size),
             },
             read_only,
             !block,
@@ -643,16 +643,16 @@ fn persistent(
         return Ok(made(Source::Csi(Box::new(served)), read_only, false));
     }
     let flex = spec.flex_volume.as_ref();
-    Err(unserved(&volume.name, flex.map(|f| &f.driver)))
+    Err(unsupported(&volume.name, flex.map(|f| &f.driver)))
 }
 
 /// Checks that the volume of a claim is accessible from the node.
-pub fn reached(
+pub fn check_node_affinity(
     claimed: &Claimed,
     node: Option<&k8s_openapi::api::core::v1::Node>,
 ) -> Result<(), Problem> {
     match node {
-        Some(node) if !claims::reaches(&claimed.volume, node) => Err(Problem::Step {
+        Some(node) if !claims::is_accessible_from(&claimed.volume, node) => Err(Problem::Step {
             step: match claimed.is_block() {
                 true => "MapVolume.NodeAffinity check",
                 false => "MountVolume.NodeAffinity check",
@@ -666,11 +666,11 @@ pub fn reached(
 
 /// The error for an exclusive claim that another pod uses.
 #[must_use]
-pub fn taken(claimed: &Claimed) -> Problem {
+pub fn already_in_use(claimed: &Claimed) -> Problem {
     Problem::Step {
         step: "MountVolume.SetUp",
         of: Some(meta::name(&claimed.volume).to_owned()),
-        why: csi::TAKEN.into(),
+        why: csi::ALREADY_IN_USE.into(),
     }
 }
 

@@ -127,7 +127,7 @@ pub fn access_mode(modes: &[String]) -> &'static str {
         ("ReadWriteMany", "RWX"),
         ("ReadOnlyMany", "ROX"),
         ("ReadWriteOnce", "RWO"),
-        ("ReadWriteOncePod", ALONE),
+        ("ReadWriteOncePod", SINGLE_POD),
     ];
     let mut known = known.into_iter();
     let found = known.find(|(mode, _)| modes.iter().any(|m| m == mode));
@@ -135,7 +135,7 @@ pub fn access_mode(modes: &[String]) -> &'static str {
 }
 
 /// Metrics name of the access mode of volumes that are mounted with a label.
-pub const ALONE: &str = "RWOP";
+pub const SINGLE_POD: &str = "RWOP";
 /// Metrics name of the access mode of volumes in the pod spec.
 pub const INLINE: &str = "inline";
 

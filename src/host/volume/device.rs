@@ -164,7 +164,7 @@ fn is_shared(dir: &Path) -> Result<bool, HostError> {
 /// Changes the group ownership of a global mount and bind-mounts it into the pod.
 fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Result<(), HostError> {
     let Target { dir, owner, .. } = *to;
-    if let Some(group) = owner.group.filter(|_| resolved.owned) {
+    if let Some(group) = owner.group.filter(|_| resolved.applies_fs_group) {
         let read_only = resolved.read_only;
         let given = to.giver.give(source, (group, owner), read_only, to.call);
         given.map_err(doing(format!(
@@ -460,7 +460,7 @@ mod tests {
             read_only: false,
             block: false,
             options: vec!["noexec".into()],
-            owned: true,
+            applies_fs_group: true,
             labelled: false,
             group: None,
             access_mode: "RWO",

@@ -78,7 +78,7 @@ pub(in crate::host) fn attach(disk: &Disk) -> Result<PathBuf, HostError> {
             None if begun.elapsed() > APPEARANCE => {
                 return Err(format!(
                     "the disk does not appear below /dev/disk: {}",
-                    disk.place().last().cloned().unwrap_or_default()
+                    disk.global_mount_path().last().cloned().unwrap_or_default()
                 )
                 .into());
             }
@@ -251,7 +251,7 @@ pub(in crate::host) fn end_session(place: &Path) -> Result<(), HostError> {
     };
     let what = format!("{} cannot be read", note.display());
     let session: Iscsi = match fs::read(&note) {
-        Ok(text) => Iscsi::noted(&text).map_err(doing(&what))?,
+        Ok(text) => Iscsi::parse_session(&text).map_err(doing(&what))?,
         // A temporary file may remain after a crash or on a full disk.
         Err(error) if error.kind() == ErrorKind::NotFound => return remove(),
         Err(error) => return Err(doing(what)(error)),

@@ -24,7 +24,7 @@ use super::linux::{LinuxHost, make, segment};
 use super::{HostError, SubPath, blocking};
 use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
-use crate::core::volume::permissions::Giving;
+use crate::core::volume::permissions::OwnershipChange;
 use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
 use crate::sys::failure::doing;
 use crate::sys::patient::Call;
@@ -80,14 +80,14 @@ impl LinuxHost {
 
     /// The progress of a running ownership change, which takes long for large
     /// volumes. `dir` is the volume's directory in the pod's directory.
-    fn giving(&self, root: &Path, dir: &Path, owner: Ownership) -> Option<Giving> {
+    fn giving(&self, root: &Path, dir: &Path, owner: Ownership) -> Option<OwnershipChange> {
         let (far, group) = (ownership::under_way(root)?, owner.group?);
         let files = far.files();
         // The path that upstream shows: from the pod's uid on.
         let shown = dir.strip_prefix(self.root.join("pods")).unwrap_or(dir);
-        Some(Giving {
+        Some(OwnershipChange {
             root: root.into(),
-            shown: shown.display().to_string(),
+            display_path: shown.display().to_string(),
             progress: format!(
                 "changing its files to group {group}: {files} so far; with fsGroupChangePolicy OnRootMismatch this is done once"
             ),
@@ -119,7 +119,7 @@ impl LinuxHost {
 
     /// The global mount of a network disk.
     fn staged_disk(&self, disk: &Disk) -> Result<PathBuf, HostError> {
-        disk.place()
+        disk.global_mount_path()
             .iter()
             .try_fold(self.root.join("plugins"), |path, name| {
                 Ok(path.join(segment(name)?))
@@ -128,7 +128,7 @@ impl LinuxHost {
 
     /// The directory with the marks of pods that use the disk as a block device.
     fn mapped_disk(&self, disk: &Disk) -> Result<PathBuf, HostError> {
-        disk.device_place()
+        disk.device_path()
             .iter()
             .try_fold(self.root.join("plugins"), |path, name| {
                 Ok(path.join(segment(name)?))

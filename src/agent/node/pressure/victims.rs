@@ -163,7 +163,7 @@ async fn on_disk(
 async fn count(context: &Context, pod: &Pod, part: Part, layers: &Layers) -> PodFigures {
     let mut figures = PodFigures::default();
     if part != Part::Layers {
-        for volume in local_storage::counted(pod) {
+        for volume in local_storage::volumes_on_disk(pod) {
             match context.host.volume_usage(pod, &volume, u64::MAX).await {
                 Ok(used) => {
                     figures.disk += used.bytes;

@@ -163,8 +163,8 @@ impl Job {
         let result = match op {
             Op::Observe { logs } => self.observe(*logs).await.map(plain),
             Op::Admit => Ok(plain(self.admit().await)),
-            Op::Grow => Ok(plain(self.grow().await)),
-            Op::Withdraw => {
+            Op::RequestResize => Ok(plain(self.grow().await)),
+            Op::CancelResize => {
                 let sizes = Arc::clone(&self.update.pod);
                 self.context().ledger.withdraw(sizes).await;
                 Ok(plain(Outcome::Done))
@@ -198,7 +198,7 @@ impl Job {
             Op::StopSandbox(id) => self.stop_sandbox(id).await.map(plain),
             Op::RestartAll(kills) => self.restart_all(kills).await.map(plain),
             Op::Resize { names, to } => self.resize(names, to).await.map(plain),
-            Op::ReturnClaims => self.return_claims().await.map(plain),
+            Op::UnprepareClaims => self.return_claims().await.map(plain),
             Op::Collect {
                 containers,
                 sandboxes,
@@ -312,7 +312,7 @@ impl Job {
                 }
             }
         })?;
-        let done = again.map_or(Outcome::Done, Outcome::Again);
+        let done = again.map_or(Outcome::Done, Outcome::RetryPart);
         let outcome = outdated.map_or(done, Outcome::Outdated);
         Ok((outcome, Some(Asset::Fetched(Arc::new(fetched)))))
     }

@@ -74,7 +74,7 @@ impl Job {
     async fn keep_in_order(&self) -> std::result::Result<String, Fault> {
         let (context, pod) = (self.context(), &self.pod);
         // Keeps the actuated size: a pending resize changes it later, after checking the usage.
-        let owed = self.resizing.owes_cgroup(&resize::wanted(pod));
+        let owed = self.resizing.needs_cgroup_resize(&resize::wanted(pod));
         let sized = self.resizing.cgroup.as_ref().filter(|_| owed);
         let sized = sized.map_or(Cow::Borrowed(&**pod), |c| Cow::Owned(resize::with(pod, c)));
         let make_cgroup = context.host.ensure_cgroup(&sized, self.cpu_limit());

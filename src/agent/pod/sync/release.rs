@@ -27,7 +27,7 @@ impl Job {
             let removed = self.count_cgroup("destroy", remove).await;
             removed?;
             if content {
-                let keeps_logs = self.update.again;
+                let keeps_logs = self.update.starts_again;
                 let removed = context.host.remove_directories(pod, keeps_logs).await;
                 removed?;
             }
@@ -46,7 +46,7 @@ impl Job {
             let told = |why| Fault::later(format!("unprepare dynamic resources: {why}"));
             given_back.await.map_err(told)
         };
-        let step = self.log().step(Step::ReturnClaims, "", give_back);
+        let step = self.log().step(Step::UnprepareClaims, "", give_back);
         step.await?;
         Ok(Outcome::Done)
     }

@@ -33,7 +33,7 @@ impl Job {
         let (context, pod) = (self.context(), &self.pod);
         let node = self.node().await.map_err(|fault| fault.message)?;
         let at_most = self.resizing.at_most();
-        let lowered = |name: &str| resize::lowers_memory(name, to, &at_most);
+        let lowered = |name: &str| resize::lowered_memory_limit(name, to, &at_most);
         let all = pod::containers(pod);
         let mut wanted: Vec<_> = all
             .iter()
@@ -74,7 +74,7 @@ impl Job {
     }
 
     fn lowered_of_pod(&self) -> Option<Lowered> {
-        let limit = resize::lowers_memory_of_pod(&self.pod, &self.resizing.at_most())?;
+        let limit = resize::lowered_pod_memory_limit(&self.pod, &self.resizing.at_most())?;
         Some(Lowered {
             of: "pod".to_owned(),
             limit,

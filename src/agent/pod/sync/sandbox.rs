@@ -36,7 +36,7 @@ impl Job {
             // runtime, as in the kubelet (`pkg/kubelet/pod_workers.go` cancels the context of `SyncPod`). The worker
             // observes a sandbox that was created nevertheless.
             () = self.cut_off(&asked) => match asked.load(Ordering::Relaxed) {
-                false => Ok((Outcome::NotBegun, None)),
+                false => Ok((Outcome::Abandoned, None)),
                 true => Err(Fault::later("the pod is terminating: creating its sandbox was cancelled").into()),
             },
         }

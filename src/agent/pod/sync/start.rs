@@ -20,7 +20,7 @@ use crate::agent::{Context, Kind};
 use crate::core::fault::Fault;
 use crate::core::node::claims::has_claims;
 use crate::core::pod::actions::Start;
-use crate::core::pod::env::{self, Surroundings};
+use crate::core::pod::env::{self, FieldContext};
 use crate::core::pod::journal::Step;
 use crate::core::pod::observed::{self, ContainerState, ObservedPod};
 use crate::core::pod::worker::Outcome;
@@ -361,7 +361,7 @@ async fn environment(
         files.insert((volume, path), text);
     }
     let (allocatable, node_ips) = (s.context.allocatable(), s.context.node_ips.borrow().clone());
-    let around = Surroundings {
+    let around = FieldContext {
         pod: s.pod,
         pod_ips: s.ips,
         node_ips: &node_ips,

@@ -25,13 +25,13 @@ pub(super) async fn grow(
         return Ok(None);
     };
     if volume.read_only {
-        if waits && !grown.is_told {
+        if waits && !grown.claim_has_size {
             growth::emit_read_only(context, pod, &volume.name, grown);
         }
         return Ok(None);
     }
     let can = wanted.registered.capabilities.expand;
-    if !can && (!grown.is_followed || grown.is_told) {
+    if !can && (!grown.records_state || grown.claim_has_size) {
         // No action is expected from this node.
         return Ok(None);
     }
@@ -76,7 +76,7 @@ async fn expand(
             limit_bytes: 0,
         }),
         staging_target_path: staging,
-        volume_capability: Some(csi::capability_to_grow(volume, registered.capabilities)),
+        volume_capability: Some(csi::expansion_capability(volume, registered.capabilities)),
         secrets: secret(
             context,
             "NodeExpandSecretRef",

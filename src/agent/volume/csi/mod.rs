@@ -193,7 +193,7 @@ impl Csi {
         let is_there = published.values().any(|v| is_same(v, place));
         if !is_there && !lock(&self.staying).contains_key(&name) {
             self.reported.retain(|other| other != name);
-            lock(&self.expansions).forget(&name);
+            lock(&self.expansions).remove(&name);
         }
     }
 
@@ -378,10 +378,10 @@ pub(super) async fn publish(
         found => found?,
     };
     let volume = &csi::labelled(volume, described.as_ref());
-    csi::serves(volume, described.as_ref())?;
+    csi::check_lifecycle(volume, described.as_ref())?;
     let uid = pod::uid(pod);
-    let attaches = csi::wants_attachment(volume, described.as_ref());
-    let data = csi::noted(volume, uid, &context.config.node_name, attaches);
+    let attaches = csi::needs_attachment(volume, described.as_ref());
+    let data = csi::volume_data(volume, uid, &context.config.node_name, attaches);
     let place = context
         .csi
         .dirs
@@ -396,7 +396,7 @@ pub(super) async fn publish(
     };
     // Includes volumes recorded on disk: another pod's volume is released only after its driver has unpublished it.
     if csi::is_for_one_pod(volume) && context.csi.is_shared(&wanted.place) {
-        return Err(Fault::missing(csi::TAKEN).into());
+        return Err(Fault::missing(csi::ALREADY_IN_USE).into());
     }
     context.csi.note(&wanted.place);
     // A published volume was attached before. Only a driver that republishes needs the attachment's metadata again.
@@ -519,13 +519,13 @@ async fn mount(
         let driver = registered.driver.clone();
         to_its_end(turn, async move { driver.publish(request).await })
             .await
-            .map_err(|error| Problem::at(csi::steps(volume)[2], error.to_string()))?;
+            .map_err(|error| Problem::step_failed(csi::steps(volume)[2], error.to_string()))?;
         let target = place.target.clone();
         if !blocking(move || is_mounted(&target)).await? {
             lock(&context.csi.unmounted).insert(place.key());
         }
     }
-    if csi::gives_group(volume, described, registered.capabilities) {
+    if csi::applies_fs_group(volume, described, registered.capabilities) {
         // An agent that was killed may have changed the group of some files only: the root directory is changed last.
         let owner = pod::Ownership {
             on_mismatch: there || owner.on_mismatch,
@@ -547,7 +547,7 @@ async fn stage(
     before: bool,
 ) -> Result<(), Problem> {
     let Wanted { volume, place, .. } = wanted;
-    let failed = |why: &dyn Display| Problem::at(csi::steps(volume)[1], why.to_string());
+    let failed = |why: &dyn Display| Problem::step_failed(csi::steps(volume)[1], why.to_string());
     let name = unique_name(place);
     if before && lock(&context.csi.staged).contains(&name) {
         return Ok(());

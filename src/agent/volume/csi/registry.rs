@@ -240,7 +240,7 @@ async fn log_failure_of(
     let gone = served.iter().filter(|name| !present(name)).cloned();
     let drivers = Drivers {
         present: now.to_vec(),
-        gone: gone.collect(),
+        unregistered: gone.collect(),
     };
     let told = report(context, nodes, node, &drivers).await;
     match &told {

@@ -79,7 +79,7 @@ impl DriversHealth {
         let Some(known) = self.0.get(driver) else {
             let early = now < HOLDS;
             return if early {
-                Health::Untold
+                Health::NotReported
             } else {
                 Health::Unknown
             }

@@ -530,7 +530,7 @@ fn a_claims_device_health_is_what_its_driver_reported_last() {
         let all = format!("claim:mine d/here/two={two} k=one={one}");
         vec![all, format!("claim:mine/a k=one={one}")]
     };
-    assert_eq!(told.shown(0), both("Untold", "Untold"));
+    assert_eq!(told.shown(0), both("NotReported", "NotReported"));
     assert_eq!(told.shown(HOLDS.as_secs()), both("Unknown", "Unknown"));
 
     let first = [

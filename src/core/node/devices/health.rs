@@ -38,7 +38,7 @@ impl Devices {
     /// `Unknown`.
     fn device_health(&self, resource: &str, id: &str) -> Health {
         match self.resources.get(resource) {
-            Some(known) if !known.listed => Health::Untold,
+            Some(known) if !known.listed => Health::NotReported,
             Some(known) if known.current => match known.devices.get(id) {
                 Some(device) if device.healthy => Health::Healthy,
                 Some(_) => Health::Unhealthy,

@@ -559,10 +559,10 @@ fn device_health_follows_the_plugin() {
     assert_eq!(of(&devices), Health::Healthy);
     // After a restart, allocations are known but health is not. If the plugin does not return, health becomes unknown.
     let mut restarted = Devices::restored(devices.to_keep(), at(10));
-    assert_eq!(of(&restarted), Health::Untold);
+    assert_eq!(of(&restarted), Health::NotReported);
     let mut back = restarted.clone();
     back.register(THING, 1);
-    assert_eq!(of(&back), Health::Untold);
+    assert_eq!(of(&back), Health::NotReported);
     back.list(THING, 1, described(&["a"]));
     assert_eq!(of(&back), Health::Healthy);
     assert!(restarted.expire(at(10) + GRACE));

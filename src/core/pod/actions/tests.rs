@@ -187,7 +187,10 @@ fn a_lost_sandbox_is_replaced_with_its_containers() {
         (never.kill_pod, never.create_sandbox, never.start.len()),
         (true, None, 0)
     );
-    assert!(never.give_up, "a container with Never must not run again");
+    assert!(
+        never.must_terminate,
+        "a container with Never must not run again"
+    );
     let init = json!([{"name": "i", "image": "i"}]);
     let early = seen(
         vec![sandbox("s", 0, false)],
@@ -195,7 +198,7 @@ fn a_lost_sandbox_is_replaced_with_its_containers() {
     );
     let again = compute(&a_pod("Never", init, &["a"]), &early, &none(), |_| 0);
     assert_eq!(
-        (again.give_up, again.create_sandbox, starts(&again)),
+        (again.must_terminate, again.create_sandbox, starts(&again)),
         (false, Some(1), vec![("i".into(), 1)]),
         "no container of the pod had run"
     );
@@ -562,8 +565,12 @@ fn a_container_stopped_for_a_restart_restarts_whatever_its_exit_code() {
     for (policy, again) in [("OnFailure", true), ("Always", true), ("Never", false)] {
         pod.spec.as_mut().expect("spec").restart_policy = Some(policy.into());
         let actions = compute(&pod, &of(Running, 0), &with(&probed), |_| 0);
-        assert_eq!(actions.again.contains(&"a-0".to_owned()), again, "{policy}");
-        let stopped: BTreeSet<String> = actions.again.into_iter().collect();
+        assert_eq!(
+            actions.to_restart.contains(&"a-0".to_owned()),
+            again,
+            "{policy}"
+        );
+        let stopped: BTreeSet<String> = actions.to_restart.into_iter().collect();
         let health = Health {
             stopped_to_restart: &stopped,
             ..none()
@@ -575,7 +582,7 @@ fn a_container_stopped_for_a_restart_restarts_whatever_its_exit_code() {
     let mut changed = of(Running, 0);
     changed.containers[0].hash = Some("another".into());
     let actions = compute(&pod, &changed, &none(), |_| 0);
-    assert_eq!(actions.again, ["a-0"]);
+    assert_eq!(actions.to_restart, ["a-0"]);
 }
 
 #[test]

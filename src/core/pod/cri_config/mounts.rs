@@ -209,8 +209,8 @@ mod tests {
 
     #[test]
     fn a_volume_is_mounted_at_an_absolute_path() {
-        for (asked, at) in [("/data", "/data"), ("data/x", "/data/x")] {
-            let mount = json!({"name": "v", "mountPath": asked});
+        for (requested, at) in [("/data", "/data"), ("data/x", "/data/x")] {
+            let mount = json!({"name": "v", "mountPath": requested});
             let mount: VolumeMount = serde_json::from_value(mount).expect("a mount");
             let made = volume_mount(&mount, &container(false), &Node::new(Arc::default()));
             let made = made.expect("made");

@@ -149,10 +149,10 @@ fn swap_share(pod: &Pod, requests: &Amounts, limits: &Amounts, swap: u64, memory
 
 /// One limit for each huge page size of the kernel. Sizes that the container does not request get a limit of 0.
 fn hugepages(limits: &Amounts, node: &Node) -> Vec<pb::HugepageLimit> {
-    let asked = |size| huge_pages(limits).find(|(of, _)| *of == size);
+    let requested = |size| huge_pages(limits).find(|(of, _)| *of == size);
     let limit = |size: &u64| pb::HugepageLimit {
         page_size: page_name(*size),
-        limit: asked(*size).map_or(0, |(_, bytes)| bytes),
+        limit: requested(*size).map_or(0, |(_, bytes)| bytes),
     };
     node.page_sizes.iter().map(limit).collect()
 }

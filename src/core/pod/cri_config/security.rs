@@ -232,21 +232,21 @@ fn check_non_root(
     if wanted != Some(true) {
         return Ok(());
     }
-    let who = format!(
+    let subject = format!(
         "(pod: \"{}\", container: {})",
         pod::described(pod),
         container.name
     );
     match (user, image) {
         (Some(0), _) => Err(Fault::invalid(format!(
-            "container's runAsUser breaks non-root policy {who}"
+            "container's runAsUser breaks non-root policy {subject}"
         ))),
         (Some(_), _) => Ok(()),
         (None, (None, name)) if !name.is_empty() => Err(Fault::later(format!(
-            "container has runAsNonRoot and image has non-numeric user ({name}), cannot verify user is non-root {who}"
+            "container has runAsNonRoot and image has non-numeric user ({name}), cannot verify user is non-root {subject}"
         ))),
         (None, (None | Some(0), _)) => Err(Fault::later(format!(
-            "container has runAsNonRoot and image will run as root {who}"
+            "container has runAsNonRoot and image will run as root {subject}"
         ))),
         (None, (Some(_), _)) => Ok(()),
     }
@@ -393,12 +393,12 @@ mod tests {
             }
             let pod: Pod = serde_json::from_value(pod).expect("a pod");
             let what = format!("{annotation:?}, {of_pod:?}, {own:?}");
-            let told = apparmor(&pod, &pod::spec(&pod).containers[0]);
-            let told = told.map_or(String::new(), |(kind, name)| match name {
+            let profile = apparmor(&pod, &pod::spec(&pod).containers[0]);
+            let profile = profile.map_or(String::new(), |(kind, name)| match name {
                 Some(name) => format!("{kind} {name}"),
                 None => kind,
             });
-            assert_eq!(told, expected, "{what}");
+            assert_eq!(profile, expected, "{what}");
             let without = apparmor_refusal(&pod, false);
             assert_eq!(without.as_deref(), needs.then_some(missing), "{what}");
             let with = apparmor_refusal(&pod, true);

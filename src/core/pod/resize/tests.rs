@@ -13,9 +13,9 @@ fn pod(cpu: &str, memory: &str, policy: Value) -> Pod {
 fn a_resize_is_described_by_resource() {
     let before = pod("1", "64Mi", json!([]));
     let of = |now: &Pod| -> Vec<String> {
-        let asked = asked(&before, now);
-        let shown = |a: &Asked| format!("{} {} {}", a.operation, a.resource, a.of);
-        asked.iter().map(shown).collect()
+        let changes = requested_changes(&before, now);
+        let shown = |a: &RequestedChange| format!("{} {} {}", a.operation, a.resource, a.of);
+        changes.iter().map(shown).collect()
     };
     assert_eq!(of(&pod("1000m", "65536Ki", json!([]))), [""; 0]);
     assert_eq!(
@@ -36,7 +36,7 @@ fn a_resize_is_described_by_resource() {
             "remove memory limits"
         ]
     );
-    assert_eq!(asked(&none, &before)[0].operation, "add");
+    assert_eq!(requested_changes(&none, &before)[0].operation, "add");
 }
 
 #[test]
@@ -66,15 +66,16 @@ fn sizes_are_compared_by_amount_and_resized_by_policy() {
         );
         assert_eq!(same(&desired(&granted), &before), expected == Change::None);
     }
-    let lowered = |memory: &str| lowers_memory("a", &wanted(&pod("1", memory, json!([]))), &before);
+    let lowered =
+        |memory: &str| lowered_memory_limit("a", &wanted(&pod("1", memory, json!([]))), &before);
     assert_eq!(lowered("32Mi"), Some(32 << 20));
     assert_eq!(lowered("65Mi"), None);
 }
 
 #[test]
 fn granted_sizes_replace_desired_ones_and_keep_the_rest() {
-    let asked = pod("4", "1Gi", json!([]));
-    let granted = with(&asked, &desired(&pod("1", "64Mi", json!([]))));
+    let requested = pod("4", "1Gi", json!([]));
+    let granted = with(&requested, &desired(&pod("1", "64Mi", json!([]))));
     let resources = pod::spec(&granted).containers[0]
         .resources
         .clone()
@@ -82,9 +83,9 @@ fn granted_sizes_replace_desired_ones_and_keep_the_rest() {
     assert_eq!(resources.requests.expect("requests")["cpu"].0, "1");
     assert_eq!(resources.limits.expect("limits")["example.com/x"].0, "1");
     let larger = with_larger(
-        &asked,
+        &requested,
         &desired(&pod("8", "64Mi", json!([]))),
-        &desired(&asked),
+        &desired(&requested),
     );
     let resources = pod::spec(&larger).containers[0]
         .resources
@@ -99,17 +100,20 @@ fn granted_sizes_replace_desired_ones_and_keep_the_rest() {
         ),
         ("8", "1Gi")
     );
-    assert!(described(&asked, Some("why")).contains("\"error\":\"why\""));
+    assert!(described(&requested, Some("why")).contains("\"error\":\"why\""));
 }
 
 #[test]
 fn a_new_agent_resumes_from_the_sizes_in_the_status() {
-    let mut asked = pod("4", "1Gi", json!([]));
-    asked.status =
+    let mut requested = pod("4", "1Gi", json!([]));
+    requested.status =
         serde_json::from_value(json!({"containerStatuses": [{"name": "a", "image": "", "imageID": "", "ready": true, "restartCount": 0,
         "resources": {"requests": {"cpu": "1", "memory": "64Mi"}, "limits": {"memory": "64Mi"}}}]}))
         .expect("a status");
-    assert!(same(&known(&asked), &desired(&pod("1", "64Mi", json!([])))));
+    assert!(same(
+        &known(&requested),
+        &desired(&pod("1", "64Mi", json!([])))
+    ));
 }
 
 /// Container `a` has no limits; container `b` has a memory limit. The pod requests 200m more CPU than its containers.
@@ -149,13 +153,16 @@ fn containers_without_their_own_limits_resize_with_the_pod() {
     let smaller = shared(&sized("1", "32Mi"));
     assert_eq!(changes(&smaller), [Update, Restart, None]);
     assert_eq!(
-        lowers_memory("a", &wanted(&smaller), &before),
+        lowered_memory_limit("a", &wanted(&smaller), &before),
         Some(32 << 20)
     );
-    assert_eq!(lowers_memory("b", &wanted(&smaller), &before), Option::None);
+    assert_eq!(
+        lowered_memory_limit("b", &wanted(&smaller), &before),
+        Option::None
+    );
     // A limit that is added can be too low as well.
     let unlimited = shared(&json!({"requests": {"cpu": "1"}}));
-    let limited = lowers_memory("a", &before, &wanted(&unlimited));
+    let limited = lowered_memory_limit("a", &before, &wanted(&unlimited));
     assert_eq!(limited, Some(64 << 20));
 }
 
@@ -171,15 +178,15 @@ fn a_resize_completes_when_all_containers_and_the_cgroup_have_it() {
         ..Resizing::default()
     };
     assert!(!resizing.is_under_way(&old, |_| true));
-    assert!(resizing.is_under_way(&new, |_| true) && resizing.owes_cgroup(&new));
-    resizing.carried_out(&["a".into(), "b".into()], new.clone());
-    assert!(!resizing.owes_cgroup(&new));
+    assert!(resizing.is_under_way(&new, |_| true) && resizing.needs_cgroup_resize(&new));
+    resizing.complete_update(&["a".into(), "b".into()], new.clone());
+    assert!(!resizing.needs_cgroup_resize(&new));
     // The init container has exited; while it ran, it had to be resized too.
     assert!(!resizing.is_under_way(&new, |name| name != "i"));
     assert!(resizing.is_under_way(&new, |_| true));
     // A cgroup that does not exist yet is created with the sizes that are granted by then.
     resizing.cgroup = None;
-    assert!(!resizing.owes_cgroup(&old));
+    assert!(!resizing.needs_cgroup_resize(&old));
 }
 
 #[test]
@@ -212,9 +219,9 @@ fn the_kubelets_pod_level_status_is_parsed() {
 
 #[test]
 fn a_pod_without_pod_level_resources_keeps_its_qos_class() {
-    let asked = shared(&sized("1", "64Mi"));
+    let requested = shared(&sized("1", "64Mi"));
     let none = Sizes::default();
-    let granted = with(&asked, &none);
+    let granted = with(&requested, &none);
     assert_eq!(pod::spec(&granted).resources, None);
     // Each size alone is Burstable; the larger of both would be Guaranteed.
     let of = |cpu: &str, memory: (&str, &str)| -> Pod {
@@ -234,9 +241,12 @@ fn pod_level_limits_are_reported_only_for_containers_with_their_own_limits() {
         panic!("two containers");
     };
     let sizes = wanted(&pod);
-    assert_eq!(told(a, &sizes), ResourceRequirements::default());
+    assert_eq!(
+        reported_resources(a, &sizes),
+        ResourceRequirements::default()
+    );
     let limits = json!({"cpu": "1", "memory": "10Mi"});
-    assert_eq!(json!(told(b, &sizes).limits), limits);
+    assert_eq!(json!(reported_resources(b, &sizes).limits), limits);
 }
 
 #[test]
@@ -296,7 +306,7 @@ fn a_memory_limit_cannot_go_below_the_current_usage() {
     // The pod's own limit is checked only if it is lowered.
     let before = wanted(&pod("1", "64Mi", json!([])));
     let of_pod =
-        |cpu: &str, memory: &str| lowers_memory_of_pod(&pod(cpu, memory, json!([])), &before);
+        |cpu: &str, memory: &str| lowered_pod_memory_limit(&pod(cpu, memory, json!([])), &before);
     assert_eq!(of_pod("2", "64Mi"), None);
     assert_eq!(of_pod("1", "65Mi"), None);
     assert_eq!(of_pod("1", "32Mi"), Some(32 << 20));
@@ -342,23 +352,24 @@ fn after_a_failed_resize_the_size_of_a_container_is_unknown() {
         actuated: wanted(&small),
         ..Resizing::default()
     };
-    resizing.has_cgroup(wanted(&small));
-    resizing.begins(&["a".into()], &wanted(&large));
+    resizing.set_cgroup(wanted(&small));
+    resizing.begin_update(&["a".into()], &wanted(&large));
     for now in [&small, &large] {
         let container = &pod::spec(now).containers[0];
         assert_eq!(change(container, &wanted(now), &resizing), Change::Update);
         assert!(resizing.is_under_way(&wanted(now), |_| true));
-        assert!(resizing.owes_cgroup(&wanted(now)));
+        assert!(resizing.needs_cgroup_resize(&wanted(now)));
     }
     // A container that does not run is started with its wanted size.
     assert!(resizing.unsettled.contains_key("a"));
-    let lowered = |resizing: &Resizing| lowers_memory("a", &wanted(&small), &resizing.at_most());
+    let lowered =
+        |resizing: &Resizing| lowered_memory_limit("a", &wanted(&small), &resizing.at_most());
     assert_eq!(
         lowered(&resizing),
         Some(64 << 20),
         "its usage may be higher"
     );
-    resizing.carried_out(&["a".into()], wanted(&small));
+    resizing.complete_update(&["a".into()], wanted(&small));
     assert!(!resizing.is_under_way(&wanted(&small), |_| true));
     assert_eq!(lowered(&resizing), None);
 }
@@ -367,7 +378,7 @@ fn after_a_failed_resize_the_size_of_a_container_is_unknown() {
 /// another size.
 #[test]
 fn an_unreported_container_may_have_another_size_than_requested() {
-    let told = |generation: i64, container: Value| -> Pod {
+    let reported = |generation: i64, container: Value| -> Pod {
         let mut pod = pod("1", "64Mi", json!([]));
         pod.metadata.generation = Some(2);
         let status = json!({"phase": "Pending", "observedGeneration": generation, "containerStatuses": [container]});
@@ -387,7 +398,7 @@ fn an_unreported_container_may_have_another_size_than_requested() {
         (2, of(Value::Null), Change::None),
         (1, of(size), Change::None),
     ] {
-        let pod = told(generation, container);
+        let pod = reported(generation, container);
         let resizing = Resizing::adopted(&pod);
         let first = &pod::spec(&pod).containers[0];
         let found = change(first, &wanted(&pod), &resizing);

@@ -15,7 +15,8 @@ pub enum Health {
     /// The plugin or driver was removed, or no longer lists the device.
     Unknown,
     /// The plugin or driver has not reported since this agent started. The last published health is kept.
-    Untold,
+    #[serde(rename = "Untold")]
+    NotReported,
 }
 
 /// The health of a device with the driver's message.
@@ -45,7 +46,7 @@ pub type OfPod = BTreeMap<String, OfContainer>;
 
 /// The device health in a container's status. `before` is its last status. After the pod has terminated, the last
 /// published health is kept, although the devices were released.
-pub(super) fn told(
+pub(super) fn reported_health(
     own: Option<&OfContainer>,
     before: Option<&ContainerStatus>,
     ended: bool,
@@ -54,7 +55,7 @@ pub(super) fn told(
     let Some(own) = own else {
         return before.filter(|_| ended).cloned();
     };
-    let said = |resource: &str, id: &str| {
+    let reported = |resource: &str, id: &str| {
         let resource = before?.iter().find(|known| known.name == resource)?;
         let mut devices = resource.resources.iter().flatten();
         devices.find(|known| known.resource_id == id).cloned()
@@ -62,7 +63,7 @@ pub(super) fn told(
     let of_resource = |(resource, devices): (&String, &BTreeMap<String, DeviceHealth>)| {
         let device = |(id, known): (&String, &DeviceHealth)| {
             let as_before = match known.health {
-                Health::Untold => said(resource, id),
+                Health::NotReported => reported(resource, id),
                 _ => None,
             };
             as_before.unwrap_or_else(|| ResourceHealth {
@@ -70,7 +71,7 @@ pub(super) fn told(
                 health: Some(match known.health {
                     Health::Healthy => "Healthy".into(),
                     Health::Unhealthy => "Unhealthy".into(),
-                    Health::Unknown | Health::Untold => "Unknown".into(),
+                    Health::Unknown | Health::NotReported => "Unknown".into(),
                 }),
                 message: known.message.clone(),
             })

@@ -27,14 +27,14 @@ pub(super) fn restore(status: &mut PodStatus, earlier: &ContainerStatus) {
 
 /// Restores a terminal status that was published before: the phase with its reason and message, and the statuses of
 /// containers that had terminated. Instances of these in the runtime began after the pod's termination.
-pub fn keep_end(status: &mut PodStatus, told: &PodStatus) {
-    status.phase.clone_from(&told.phase);
-    status.reason.clone_from(&told.reason);
-    status.message.clone_from(&told.message);
+pub fn keep_terminal_status(status: &mut PodStatus, published: &PodStatus) {
+    status.phase.clone_from(&published.phase);
+    status.reason.clone_from(&published.reason);
+    status.message.clone_from(&published.message);
     let lists = [
-        &told.container_statuses,
-        &told.init_container_statuses,
-        &told.ephemeral_container_statuses,
+        &published.container_statuses,
+        &published.init_container_statuses,
+        &published.ephemeral_container_statuses,
     ];
     let all = lists.into_iter().flatten().flatten();
     all.filter(|c| exit(c).is_some())

@@ -27,11 +27,11 @@ fn status_of<'a>(facts: &Facts<'a>, name: &str) -> Option<&'a ContainerStatus> {
 /// Whether a container is known to have been started.
 fn has_started(facts: &Facts<'_>, name: &str) -> bool {
     let seen = facts.observed.newest(name);
-    let told = status_of(facts, name);
-    let state = told.and_then(|s| s.state.as_ref());
+    let reported = status_of(facts, name);
+    let state = reported.and_then(|s| s.state.as_ref());
     seen.is_some_and(|c| c.state != ContainerState::Created)
         || state.is_some_and(|s| s.running.is_some() || s.terminated.is_some())
-        || told.is_some_and(|s| {
+        || reported.is_some_and(|s| {
             s.last_state
                 .as_ref()
                 .is_some_and(|l| l.terminated.is_some())
@@ -40,9 +40,9 @@ fn has_started(facts: &Facts<'_>, name: &str) -> bool {
 
 fn has_succeeded(facts: &Facts<'_>, name: &str) -> bool {
     let seen = facts.observed.newest(name);
-    let told = status_of(facts, name).and_then(|s| s.state.as_ref()?.terminated.as_ref());
+    let reported = status_of(facts, name).and_then(|s| s.state.as_ref()?.terminated.as_ref());
     seen.is_some_and(|c| c.state == ContainerState::Exited && c.exit_code == 0)
-        || told.is_some_and(|t| t.exit_code == 0)
+        || reported.is_some_and(|t| t.exit_code == 0)
 }
 
 /// Whether the pod was initialised, so that regular containers could start.

@@ -491,7 +491,7 @@ fn changed_pod_addresses_replace_earlier_ones() {
 
 #[test]
 fn device_health_is_published_and_kept_while_unknown() {
-    use devices::{Health, told};
+    use devices::{Health, reported_health};
     let own = |health: Health| -> devices::OfContainer {
         let of = |ids: &[&str]| {
             ids.iter()
@@ -505,7 +505,7 @@ fn device_health_is_published_and_kept_while_unknown() {
         .into()
     };
     let status = |before: Option<&ContainerStatus>, health| ContainerStatus {
-        allocated_resources_status: told(Some(&own(health)), before, false),
+        allocated_resources_status: reported_health(Some(&own(health)), before, false),
         ..ContainerStatus::default()
     };
     let shown = |status: &ContainerStatus| {
@@ -530,23 +530,29 @@ fn device_health_is_published_and_kept_while_unknown() {
         ["x/one a=Unhealthy b=Unhealthy", "x/two c=Unhealthy"]
     );
     assert_eq!(
-        status(Some(&ill), Health::Untold),
+        status(Some(&ill), Health::NotReported),
         ill,
         "a new agent keeps the published health"
     );
-    let unknown = shown(&status(None, Health::Untold));
+    let unknown = shown(&status(None, Health::NotReported));
     assert_eq!(unknown, ["x/one a=Unknown b=Unknown", "x/two c=Unknown"]);
     assert_eq!(shown(&status(Some(&ill), Health::Unknown)), unknown);
     // The health of a terminated pod's devices is kept. A container without devices has no health.
-    assert_eq!(told(None, Some(&ill), true), ill.allocated_resources_status);
-    assert_eq!(told(None, Some(&ill), false), None);
-    assert_eq!(told(None, None, true), None);
+    assert_eq!(
+        reported_health(None, Some(&ill), true),
+        ill.allocated_resources_status
+    );
+    assert_eq!(reported_health(None, Some(&ill), false), None);
+    assert_eq!(reported_health(None, None, true), None);
 }
 
 /// The states of a terminated pod, by container: `waiting`, `lost`, or its exit code.
 fn end_states(pod: &Pod, seen: Vec<observed::Container>, previous: &PodStatus) -> Vec<String> {
-    let told = status(pod, seen, &Problems::new(), true, previous);
-    let lists = [&told.init_container_statuses, &told.container_statuses];
+    let published = status(pod, seen, &Problems::new(), true, previous);
+    let lists = [
+        &published.init_container_statuses,
+        &published.container_statuses,
+    ];
     let shown = |c: &ContainerStatus| {
         let state = c.state.clone().unwrap_or_default();
         let end = match (state.waiting, state.terminated) {
@@ -560,10 +566,10 @@ fn end_states(pod: &Pod, seen: Vec<observed::Container>, previous: &PodStatus) -
         format!("{} {end}", c.name)
     };
     let mut all: Vec<String> = lists.into_iter().flatten().flatten().map(shown).collect();
-    let conditions = told.conditions.iter().flatten();
+    let conditions = published.conditions.iter().flatten();
     let mut initialized = conditions.filter(|c| c.type_ == "Initialized");
     all.push(initialized.next().expect("the condition").status.clone());
-    all.push(told.phase.unwrap_or_default());
+    all.push(published.phase.unwrap_or_default());
     all
 }
 
@@ -652,15 +658,15 @@ fn a_node_without_an_address_keeps_the_published_one() {
             now: time(100),
         });
         let first = status.host_ips.and_then(|ips| ips.into_iter().next());
-        let told = [status.host_ip, first.map(|ip| ip.ip), status.pod_ip];
-        assert_eq!(told, [(); 3].map(|()| expected.map(str::to_owned)));
+        let addresses = [status.host_ip, first.map(|ip| ip.ip), status.pod_ip];
+        assert_eq!(addresses, [(); 3].map(|()| expected.map(str::to_owned)));
     }
 }
 
 #[test]
 fn a_pod_has_one_address_per_family_in_the_nodes_order() {
     let list = |ips: &str| -> Vec<String> { ips.split_whitespace().map(str::to_owned).collect() };
-    for (seen, node, told) in [
+    for (seen, node, expected) in [
         ("10.0.0.2", "192.0.2.1", "10.0.0.2"),
         ("10.0.0.2 fd00::2", "192.0.2.1 fd01::1", "10.0.0.2 fd00::2"),
         ("10.0.0.2 fd00::2", "fd01::1 192.0.2.1", "fd00::2 10.0.0.2"),
@@ -670,7 +676,7 @@ fn a_pod_has_one_address_per_family_in_the_nodes_order() {
         ("", "192.0.2.1", ""),
         ("10.0.0.2", "", "10.0.0.2"),
     ] {
-        assert_eq!(pod_ips(&list(seen), &list(node)), list(told), "{seen}");
+        assert_eq!(pod_ips(&list(seen), &list(node)), list(expected), "{seen}");
     }
 }
 
@@ -687,14 +693,14 @@ fn termination_messages_share_twelve_kibibytes() {
         container.message = "ä".repeat(2048);
         container
     });
-    let told = status(
+    let published = status(
         &pod,
         seen.collect(),
         &Problems::new(),
         true,
         &PodStatus::default(),
     );
-    for container in told.container_statuses.into_iter().flatten() {
+    for container in published.container_statuses.into_iter().flatten() {
         let ended = container.state.and_then(|s| s.terminated).expect("ended");
         assert_eq!(ended.message.map(|m| m.len()), Some(1024));
     }
@@ -706,14 +712,14 @@ fn pods_with_restart_all_rules_have_the_restart_condition() {
         json!([{"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [4]}}]);
     let mut pod = a_pod("Always", json!([]));
     let condition = |pod: &Pod, problems: &Problems| {
-        let told = status(
+        let published = status(
             pod,
             vec![container("a", 0, Running, 0)],
             problems,
             false,
             &PodStatus::default(),
         );
-        let found = told.conditions.into_iter().flatten();
+        let found = published.conditions.into_iter().flatten();
         let mut found = found.filter(|c| c.type_ == "AllContainersRestarting");
         found.next().map(|c| c.status)
     };

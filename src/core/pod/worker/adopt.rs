@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{ContainerStatus, PodStatus};
 
-use super::{Growth, Worker};
+use super::{ResizeRequest, Worker};
 use crate::core::pod::observed::{ContainerState, ObservedPod};
 use crate::core::pod::probe::Health;
 use crate::core::pod::{self, Role, resize};
@@ -16,25 +16,25 @@ impl Worker {
     pub(super) fn adopt_update(&mut self) {
         let desired = resize::desired(&self.update.pod);
         if resize::same(&self.granted, &desired) {
-            self.decided = self.update.pod.metadata.generation;
+            self.decided_generation = self.update.pod.metadata.generation;
             self.effective = Arc::clone(&self.update.pod);
             self.resizing.pending = None;
-            if self.growth != Growth::Settled {
-                self.growth = Growth::Withdrawn;
+            if self.resize_request != ResizeRequest::None {
+                self.resize_request = ResizeRequest::ToCancel;
             }
         } else {
             self.keep_granted();
-            self.growth = Growth::Wanted;
+            self.resize_request = ResizeRequest::ToSend;
         }
         self.wanted = resize::wanted(&self.effective);
         self.adopt_status();
-        self.adopt_end();
+        self.adopt_terminal_status();
     }
 
     /// The pod keeps its granted sizes. Its generation is observed once the node has decided about it.
     pub(super) fn keep_granted(&mut self) {
         let mut pod = resize::with(&self.update.pod, &self.granted);
-        pod.metadata.generation = self.decided;
+        pod.metadata.generation = self.decided_generation;
         self.effective = Arc::new(pod);
     }
 
@@ -49,13 +49,13 @@ impl Worker {
         self.adopted = true;
         // A rejected pod has a start time, but no conditions yet.
         let written = |s: &PodStatus| s.conditions.is_some() || s.start_time.is_some();
-        let Some(told) = object.status.clone().filter(written) else {
+        let Some(published) = object.status.clone().filter(written) else {
             return;
         };
         if pod::is_static(&self.update.pod) {
-            self.adopt_mirror(told);
+            self.adopt_mirror(published);
         } else {
-            self.status = Arc::new(told);
+            self.status = Arc::new(published);
         }
         // A static pod's mirror may be known only after its containers.
         if let Some(seen) = self.observed.clone() {
@@ -71,8 +71,8 @@ impl Worker {
     /// A static pod that was rejected, or that terminated and is unknown to the runtime, therefore starts again with
     /// the next agent. If its manifest was removed and came back, its restart counts begin at zero. If the runtime
     /// still has its exited containers, it has terminated.
-    fn adopt_mirror(&mut self, told: PodStatus) {
-        let has_begun = told.phase.as_deref().is_some_and(|p| p != "Pending");
+    fn adopt_mirror(&mut self, published: PodStatus) {
+        let has_begun = published.phase.as_deref().is_some_and(|p| p != "Pending");
         let is_own = match &self.observed {
             Some(seen) => has_begun && seen.is_empty(),
             None => *self.status != PodStatus::default(),
@@ -85,18 +85,18 @@ impl Worker {
             phase: own.phase,
             reason: own.reason,
             message: own.message,
-            ..told
+            ..published
         });
         match self.observed.clone() {
-            Some(seen) => self.keep_of_mirror(&seen),
-            None => self.earlier_life = has_begun,
+            Some(seen) => self.keep_known_statuses(&seen),
+            None => self.status_from_mirror = has_begun,
         }
     }
 
     /// At the first observation of a static pod, drops the mirror's statuses of containers that the runtime does not
     /// have. If the runtime has nothing of the pod, the whole status is dropped.
-    pub(super) fn keep_of_mirror(&mut self, seen: &ObservedPod) {
-        if std::mem::take(&mut self.earlier_life) && seen.is_empty() {
+    pub(super) fn keep_known_statuses(&mut self, seen: &ObservedPod) {
+        if std::mem::take(&mut self.status_from_mirror) && seen.is_empty() {
             self.status = Arc::default();
             return;
         }
@@ -111,10 +111,10 @@ impl Worker {
             &mut status.init_container_statuses,
             &mut status.ephemeral_container_statuses,
         ] {
-            if let Some(told) = list {
-                told.retain(is_there);
+            if let Some(statuses) = list {
+                statuses.retain(is_there);
             }
-            list.take_if(|told| told.is_empty());
+            list.take_if(|statuses| statuses.is_empty());
         }
     }
 
@@ -125,26 +125,26 @@ impl Worker {
     ///
     /// If this worker has already published a terminal status, its container statuses are kept. They are newer than
     /// those of the other client, and may have been written already (`status::allowed`).
-    fn adopt_end(&mut self) {
+    fn adopt_terminal_status(&mut self) {
         let pod = &self.update.pod;
-        let is_final = |told: &&PodStatus| pod::is_final(told) && !pod::is_static(pod);
-        let Some(told) = pod.status.as_ref().filter(is_final) else {
+        let is_final = |terminal: &&PodStatus| pod::is_final(terminal) && !pod::is_static(pod);
+        let Some(terminal) = pod.status.as_ref().filter(is_final) else {
             return;
         };
-        if self.end.is_some() {
+        if self.adopted_terminal_status.is_some() {
             return;
         }
         if self.published.as_deref().is_some_and(pod::is_final) {
-            if self.status.phase != told.phase {
+            if self.status.phase != terminal.phase {
                 let own = Arc::make_mut(&mut self.status);
-                own.phase.clone_from(&told.phase);
-                own.reason.clone_from(&told.reason);
-                own.message.clone_from(&told.message);
+                own.phase.clone_from(&terminal.phase);
+                own.reason.clone_from(&terminal.reason);
+                own.message.clone_from(&terminal.message);
             }
             return;
         }
-        self.status = Arc::new(told.clone());
-        self.end = Some(told.clone());
+        self.status = Arc::new(terminal.clone());
+        self.adopted_terminal_status = Some(terminal.clone());
     }
 
     /// Adopts the health in the status for instances that no probe has judged yet.

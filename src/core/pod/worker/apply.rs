@@ -8,7 +8,7 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
 
 use super::{
-    Facts, Growth, Input, Key, Op, Outcome, Retry, Turn, Update, VolumeState, Worker, event,
+    Facts, Input, Key, Op, Outcome, ResizeRequest, Retry, Turn, Update, VolumeState, Worker, event,
     warning,
 };
 use crate::core::backoff::Doubling;
@@ -39,10 +39,10 @@ impl Worker {
         match input {
             Input::Update(update) => return self.apply_update(facts, update, turn),
             Input::Hint => {
-                self.look = true;
+                self.observe_needed = true;
                 self.recheck = matches!(self.state, State::Finished { .. });
             }
-            Input::Happened(event) => return self.apply_event(event),
+            Input::RuntimeEvent(event) => return self.apply_event(event),
             Input::Probed { id, kind, result } => {
                 let place = self.probed.0.entry(id).or_default();
                 *place.of(kind) = Some(result);
@@ -50,24 +50,24 @@ impl Worker {
             Input::VolumesChanged => {
                 (self.volumes.stale, self.volumes.changed) = (true, true);
                 self.forget_retry(&Key::Volumes);
-                self.has_updates(&[Class::WaitForNews]);
+                self.wake_retries(&[Class::WaitForNews]);
             }
             // Changes since the outage are found by the listing.
-            Input::RuntimeBack => self.has_updates(&[Class::WaitForNews]),
+            Input::RuntimeBack => self.wake_retries(&[Class::WaitForNews]),
             Input::DriversChanged => {
                 self.forget_retry(&Key::Volumes);
                 if has_claims(self.update.with_status()) {
                     self.forget_retry(&Key::Sandbox);
-                    self.forget_retry(&Key::ReturnClaims);
+                    self.forget_retry(&Key::UnprepareClaims);
                 }
             }
             Input::Devices(health) => self.devices = health,
-            Input::Evicted(verdict) => self.apply_verdict(facts, verdict, turn),
-            Input::RoomFreed => match self.growth {
-                Growth::Deferred => self.growth = Growth::Wanted,
+            Input::Terminate(verdict) => self.apply_verdict(facts, verdict, turn),
+            Input::ResourcesFreed => match self.resize_request {
+                ResizeRequest::Deferred => self.resize_request = ResizeRequest::ToSend,
                 // The node may have deferred the running request before these resources were freed.
-                Growth::Wanted => self.room_freed = true,
-                Growth::Settled | Growth::Withdrawn => {}
+                ResizeRequest::ToSend => self.resources_freed = true,
+                ResizeRequest::None | ResizeRequest::ToCancel => {}
             },
             Input::Network(network) => self.network = network,
             Input::Done { key, outcome } => {
@@ -91,8 +91,8 @@ impl Worker {
                 ..
             }
         );
-        let is_told = self.state == State::Syncing || (is_deleted && cause == Cause::Evicted);
-        if is_told && self.verdict.is_none() {
+        let is_reported = self.state == State::Syncing || (is_deleted && cause == Cause::Evicted);
+        if is_reported && self.verdict.is_none() {
             turn.events
                 .push(warning(&verdict.reason, verdict.message.clone()));
             self.verdict = Some(verdict);
@@ -100,7 +100,7 @@ impl Worker {
         if let (Cause::NodeShutdown | Cause::Evicted, Some(grace)) = (cause, grace)
             && self.state != State::Syncing
         {
-            self.step(lifecycle::Input::Ended { cause, grace }, facts, turn);
+            self.step(lifecycle::Input::Terminate { cause, grace }, facts, turn);
         }
     }
 
@@ -114,7 +114,7 @@ impl Worker {
             let of = |u: &Update| u.object.as_ref().and_then(|o| o.metadata.uid.clone());
             of(a) == of(b)
         };
-        let anew = !same_object(&self.update, &update);
+        let is_new_object = !same_object(&self.update, &update);
         let changed = !echo && self.update.pod.spec != update.pod.spec;
         if changed {
             // A pulled image does not count for a container whose image has changed.
@@ -123,20 +123,20 @@ impl Worker {
                 .retain(|name| image(before, name) == image(&update.pod, name));
         }
         self.update = update;
-        if anew {
+        if is_new_object {
             // A new object needs the complete status.
             self.published = None;
         }
-        if echo && !anew {
+        if echo && !is_new_object {
             return false;
         }
         self.adopt_update();
         // Paths and variables may reference labels and annotations.
-        self.has_updates(&[Class::WaitForNews, Class::Final]);
+        self.wake_retries(&[Class::WaitForNews, Class::Final]);
         if changed {
             self.retries.clear();
-            if self.is_in_flight(&Key::Grow) {
-                self.drop_in_flight(&Key::Grow, turn);
+            if self.is_in_flight(&Key::ResizeRequest) {
+                self.drop_in_flight(&Key::ResizeRequest, turn);
             }
         }
         self.step(lifecycle::Input::Intent(self.update.intent()), facts, turn);
@@ -155,7 +155,7 @@ impl Worker {
                 until,
                 class,
             } => return self.apply_waiting(facts, &op, (reason, message), (class, until)),
-            Outcome::Outdated(_) => self.failed(facts.now, key, Class::RetryLater),
+            Outcome::Outdated(_) => self.record_failure(facts.now, key, Class::RetryLater),
             // A created sandbox does not reset the back-off: it depends on how long sandboxes last.
             _ if *key != Key::Sandbox => self.forget_retry(key),
             _ => {}
@@ -165,80 +165,84 @@ impl Worker {
                 self.apply_observed(facts, pod, logged, turn);
             }
             (Op::Admit | Op::Volumes { .. }, Outcome::Refused { reason, message }) => {
-                self.refused(reason, message, facts, turn);
+                self.apply_rejection(reason, message, facts, turn);
             }
             (Op::Admit, _) => self.admitted = true,
-            (Op::Grow, outcome) => self.apply_growth(outcome, turn),
-            (Op::Withdraw, _) if self.growth == Growth::Withdrawn => self.growth = Growth::Settled,
+            (Op::RequestResize, outcome) => self.apply_resize_decision(outcome, turn),
+            (Op::CancelResize, _) if self.resize_request == ResizeRequest::ToCancel => {
+                self.resize_request = ResizeRequest::None;
+            }
             (Op::Mirror, _) => {
                 self.mirrored = Some((self.update.identity(), facts.now));
             }
             (Op::Prepare, _) => {
-                (self.prepared_at, self.kept_at) = (Some(facts.now), Some(facts.now));
+                (self.prepared_at, self.upkeep_at) = (Some(facts.now), Some(facts.now));
             }
-            (Op::Upkeep, _) => self.kept_at = Some(facts.now),
+            (Op::Upkeep, _) => self.upkeep_at = Some(facts.now),
             (Op::Volumes { .. }, outcome) => {
                 // Even if the refresh failed, containers start with the existing volumes.
                 self.volumes = VolumeState {
                     at: Some(facts.now),
                     fresh: true,
                     stale: self.volumes.stale || matches!(outcome, Outcome::Outdated(_)),
-                    again: match outcome {
-                        Outcome::Again(at) => Some(at),
+                    retry_at: match outcome {
+                        Outcome::RetryPart(at) => Some(at),
                         _ => None,
                     },
                     ..self.volumes
                 };
             }
             (Op::Sandbox { attempt }, Outcome::Sandbox { id, ips }) => {
-                self.note_sandbox(facts.now, id, attempt, ips);
+                self.record_sandbox(facts.now, id, attempt, ips);
             }
             // Nothing was changed, so no observation is needed.
-            (Op::Sandbox { .. }, Outcome::NotBegun) => {}
+            (Op::Sandbox { .. }, Outcome::Abandoned) => {}
             (Op::Pull(start), _) => _ = self.images.insert(start.container.name),
             (Op::Start { start, sandbox, .. }, Outcome::Started { id, seen }) => match seen {
-                Some(seen) if seen.is_running() => self.note_seen(&start, *seen, turn),
+                Some(seen) if seen.is_running() => self.record_running(&start, *seen, turn),
                 // A container that has exited already is observed, as its exit has more details.
-                _ => self.note_started(facts.now, start, sandbox, id),
+                _ => self.record_started(facts.now, start, sandbox, id),
             },
             (Op::Start { start, sandbox, .. }, Outcome::HookFailed { id, message }) => {
-                self.note_failed_hook(facts.now, start, sandbox, (id, message));
+                self.record_failed_hook(facts.now, start, sandbox, (id, message));
             }
             (Op::Stop { kill, .. }, _) => {
-                self.look_before_more();
+                self.require_observation();
                 self.stop_done.insert(kill.id);
             }
-            (Op::RestartAll(_), _) => self.look_before_more(),
+            (Op::RestartAll(_), _) => self.require_observation(),
             (Op::Collect { .. }, _) => {
-                self.acted = self.acted.saturating_add(1);
-                self.look = true;
+                self.epoch = self.epoch.saturating_add(1);
+                self.observe_needed = true;
                 // Containers and sandboxes that could not be removed are not retried at once.
-                self.failed(facts.now, key, Class::RetryLater);
+                self.record_failure(facts.now, key, Class::RetryLater);
             }
-            (Op::StopSandbox(id), _) => self.note_stopped_sandbox(id),
-            (Op::Resize { names, to }, _) => self.resizing.carried_out(&names, to),
+            (Op::StopSandbox(id), _) => self.record_stopped_sandbox(id),
+            (Op::Resize { names, to }, _) => self.resizing.complete_update(&names, to),
             (Op::Release { content }, _) => {
                 // If the pod was deleted meanwhile, its content must be released too, which the next plan does.
                 if let State::Finished { .. } = self.state {
-                    self.leftover = false;
-                } else if content || !self.returns_content() {
+                    self.has_leftovers = false;
+                } else if content || !self.must_release_content() {
                     self.step(lifecycle::Input::Released, facts, turn);
                 }
             }
             (Op::PreStop { .. }, _) => {}
-            (Op::ReturnClaims, _) => self.claims_returned = true,
+            (Op::UnprepareClaims, _) => self.claims_unprepared = true,
             (Op::Finalise, _) => self.finalised = true,
             // These operations have no other outcomes.
-            (Op::Observe { .. } | Op::Sandbox { .. } | Op::Start { .. }, _) => self.look = true,
-            (Op::Withdraw, _) => {}
+            (Op::Observe { .. } | Op::Sandbox { .. } | Op::Start { .. }, _) => {
+                self.observe_needed = true;
+            }
+            (Op::CancelResize, _) => {}
         }
     }
 
     fn apply_failure(&mut self, facts: &Facts, op: &Op, fault: Fault) {
-        self.failed(facts.now, &op.key(), fault.class);
+        self.record_failure(facts.now, &op.key(), fault.class);
         if op.changes_runtime() {
             // The call timed out or was rejected, so its effect is unknown.
-            self.look_before_more();
+            self.require_observation();
         }
         match op {
             Op::Resize { .. } => {
@@ -247,7 +251,7 @@ impl Worker {
                     self.resizing.error = Some(fault.message);
                 }
             }
-            Op::Observe { .. } => self.look = true,
+            Op::Observe { .. } => self.observe_needed = true,
             // The failed refresh has not applied earlier changes. They do not wait for the next regular refresh.
             Op::Volumes { .. } => self.volumes.stale = true,
             _ => {}
@@ -255,12 +259,12 @@ impl Worker {
     }
 
     /// Requires an observation before the runtime is changed again.
-    fn look_before_more(&mut self) {
-        self.acted = self.acted.saturating_add(1);
-        (self.look, self.unsure) = (true, true);
+    fn require_observation(&mut self) {
+        self.epoch = self.epoch.saturating_add(1);
+        (self.observe_needed, self.outcome_unknown) = (true, true);
     }
 
-    fn returns_content(&self) -> bool {
+    fn must_release_content(&self) -> bool {
         matches!(self.state, State::Terminated { cause } if cause.removes_content())
     }
 
@@ -272,36 +276,36 @@ impl Worker {
         (class, until): (Class, Option<Timestamp>),
     ) {
         let (Op::Pull(start) | Op::Start { start, .. }) = op else {
-            return self.failed(facts.now, &op.key(), class);
+            return self.record_failure(facts.now, &op.key(), class);
         };
         let name = &start.container.name;
         self.images.remove(name);
-        self.note_problem(start.container.name.clone(), problem);
+        self.record_problem(start.container.name.clone(), problem);
         let pause = |failures: u32| match class {
             Class::WaitForNews | Class::RetryLater => START_RETRY.after(1),
             Class::Final => START_RETRY.after(failures),
         };
         // Pulling the image and starting the container share one back-off.
         let key = Key::Start(name.clone());
-        self.hold(facts.now, &key, class, |failures| {
+        self.block_until(facts.now, &key, class, |failures| {
             until.unwrap_or(time::later(facts.now, pause(failures)))
         });
         if self.volumes.stale || self.is_in_flight(&Key::Volumes) {
             // The missing object may be among the changes since.
-            self.has_updates(&[Class::WaitForNews]);
+            self.wake_retries(&[Class::WaitForNews]);
         }
         if matches!(op, Op::Start { .. }) {
-            self.look_before_more();
+            self.require_observation();
         }
     }
 
-    fn apply_growth(&mut self, outcome: Outcome, turn: &mut Turn) {
+    fn apply_resize_decision(&mut self, outcome: Outcome, turn: &mut Turn) {
         let desired = Arc::clone(&self.update.pod);
         match outcome {
             Outcome::Deferred { reason, message } => {
-                self.growth = match std::mem::take(&mut self.room_freed) {
-                    true => Growth::Wanted,
-                    false => Growth::Deferred,
+                self.resize_request = match std::mem::take(&mut self.resources_freed) {
+                    true => ResizeRequest::ToSend,
+                    false => ResizeRequest::Deferred,
                 };
                 let (kind, event) = match reason.as_str() {
                     INFEASIBLE => (INFEASIBLE, "ResizeInfeasible"),
@@ -314,12 +318,12 @@ impl Worker {
                     turn.events.push(warning(event, text));
                 }
                 self.resizing.pending = pending;
-                self.decided = desired.metadata.generation;
+                self.decided_generation = desired.metadata.generation;
                 self.keep_granted();
             }
             _ => {
                 self.granted = resize::desired(&desired);
-                self.growth = Growth::Settled;
+                self.resize_request = ResizeRequest::None;
                 self.resizing.error = None;
                 self.adopt_update();
                 let described = resize::described(&desired, None);
@@ -338,16 +342,16 @@ impl Worker {
         logged: BTreeMap<String, u32>,
         turn: &mut Turn,
     ) {
-        if self.observing != self.acted {
+        if self.observed_epoch != self.epoch {
             // The runtime was changed since the observation began, so the observation may be outdated.
-            self.look = true;
+            self.observe_needed = true;
             return;
         }
-        self.unsure = false;
-        self.provisional = false;
+        self.outcome_unknown = false;
+        self.assumed = false;
         if let State::Finished { cause } = self.state {
             self.recheck = false;
-            self.leftover = cause.removes_content() && !seen.is_empty();
+            self.has_leftovers = cause.removes_content() && !seen.is_empty();
         }
         self.logged.extend(logged);
         turn.observed = true;
@@ -358,14 +362,14 @@ impl Worker {
         };
         self.probed.0.retain(|id, _| runs(id));
         if self.observed.is_none() && pod::is_static(&self.update.pod) {
-            self.keep_of_mirror(&seen);
+            self.keep_known_statuses(&seen);
         }
         self.adopt_health(&seen);
         self.stops
             .retain(|id, _| seen.containers.iter().any(|c| c.id == *id));
         for survivor in std::mem::take(&mut self.stop_done) {
             if runs(&survivor) {
-                self.failed(facts.now, &Key::Stop(survivor), Class::RetryLater);
+                self.record_failure(facts.now, &Key::Stop(survivor), Class::RetryLater);
             } else if seen.containers.iter().any(|c| c.id == survivor) {
                 self.stop_done.insert(survivor);
             }
@@ -378,17 +382,17 @@ impl Worker {
         self.observed = Some(seen);
     }
 
-    fn note(&mut self, change: impl FnOnce(&mut ObservedPod)) {
+    fn record_change(&mut self, change: impl FnOnce(&mut ObservedPod)) {
         let mut observed = self.observed.as_deref().cloned().unwrap_or_default();
         change(&mut observed);
         observed.sort();
         self.observed = Some(Arc::new(observed));
-        self.acted = self.acted.saturating_add(1);
+        self.epoch = self.epoch.saturating_add(1);
     }
 
     /// Admission rejected the pod. If it may have run before the agent started, its containers are stopped first: a
     /// terminal phase must not be published while a container runs.
-    fn refused(&mut self, reason: String, message: String, facts: &Facts, turn: &mut Turn) {
+    fn apply_rejection(&mut self, reason: String, message: String, facts: &Facts, turn: &mut Turn) {
         turn.events.push(warning(&reason, message.clone()));
         let has_run = status::names_containers(&self.status)
             || match &self.observed {
@@ -409,14 +413,14 @@ impl Worker {
         let refusal = (reason.as_str(), message.as_str());
         let refused = status::rejected(&self.effective, &self.status, refusal, facts.now);
         self.status = Arc::new(refused);
-        let ended = lifecycle::Input::Ended {
+        let ended = lifecycle::Input::Terminate {
             cause: Cause::Rejected,
             grace: 1,
         };
         self.step(ended, facts, turn);
     }
 
-    fn note_sandbox(&mut self, now: Timestamp, id: String, attempt: u32, ips: Vec<String>) {
+    fn record_sandbox(&mut self, now: Timestamp, id: String, attempt: u32, ips: Vec<String>) {
         let host_network = pod::host_network(&self.effective);
         // A sandbox that is lost repeatedly is recreated with increasing back-off.
         let stable = self
@@ -426,8 +430,8 @@ impl Worker {
         if stable {
             self.forget_retry(&Key::Sandbox);
         }
-        self.failed(now, &Key::Sandbox, Class::RetryLater);
-        self.note(|observed| {
+        self.record_failure(now, &Key::Sandbox, Class::RetryLater);
+        self.record_change(|observed| {
             // An observation may have found the sandbox while it was being created, and it may have stopped since.
             if observed.sandboxes.iter().any(|s| s.id == id) {
                 return;
@@ -445,8 +449,8 @@ impl Worker {
         });
     }
 
-    fn note_stopped_sandbox(&mut self, id: String) {
-        self.note(|observed| {
+    fn record_stopped_sandbox(&mut self, id: String) {
+        self.record_change(|observed| {
             for sandbox in observed.sandboxes.iter_mut().filter(|s| s.id == id) {
                 sandbox.ready = false;
             }
@@ -456,16 +460,16 @@ impl Worker {
             .as_ref()
             .is_some_and(|o| o.live().next().is_some())
         {
-            (self.look, self.unsure) = (true, true);
+            (self.observe_needed, self.outcome_unknown) = (true, true);
         }
         self.stopped_sandboxes.insert(id);
     }
 
     /// A container was started, and the runtime reports it as running. No further observation is needed: its exit
     /// arrives as an event, or a listing finds it.
-    fn note_seen(&mut self, start: &Start, seen: Container, turn: &mut Turn) {
+    fn record_running(&mut self, start: &Start, seen: Container, turn: &mut Turn) {
         let name = &start.container.name;
-        self.note(|observed| {
+        self.record_change(|observed| {
             let known = observed.containers.iter_mut().find(|c| c.id == seen.id);
             match known {
                 // An observation has found its exit since.
@@ -485,7 +489,7 @@ impl Worker {
         self.problems.remove(name);
     }
 
-    fn note_started(&mut self, now: Timestamp, start: Start, sandbox: String, id: String) {
+    fn record_started(&mut self, now: Timestamp, start: Start, sandbox: String, id: String) {
         let name = start.container.name.clone();
         let hash = pod::container_hash(&start.container);
         let instance = Container {
@@ -507,7 +511,7 @@ impl Worker {
             stop_signal: None,
             message_file: None,
         };
-        self.note(|observed| {
+        self.record_change(|observed| {
             let seen = observed.containers.iter_mut().find(|c| c.id == instance.id);
             match seen {
                 // An observation has found it before it was started, or after it has exited.
@@ -521,15 +525,15 @@ impl Worker {
                 .containers
                 .retain(|c| Some(&c.id) != start.replaces.as_ref());
         });
-        self.provisional = true;
-        self.look = true;
+        self.assumed = true;
+        self.observe_needed = true;
         self.images.remove(&name);
         self.problems.remove(&name);
     }
 
     /// A container runs, and its postStart hook has failed. It is stopped like any other, with its preStop hook and its
     /// grace period.
-    fn note_failed_hook(
+    fn record_failed_hook(
         &mut self,
         now: Timestamp,
         start: Start,
@@ -537,18 +541,18 @@ impl Worker {
         (id, message): (String, String),
     ) {
         let name = start.container.name.clone();
-        self.note_started(now, start, sandbox, id.clone());
+        self.record_started(now, start, sandbox, id.clone());
         let observed = self.observed.iter();
         let mut known = observed.flat_map(|observed| &observed.containers);
         if known.any(|c| c.id == id && c.is_running()) {
             self.failed_hooks.insert(id, name.clone());
         }
-        self.note_problem(name, ("PostStartHookError".to_owned(), message));
+        self.record_problem(name, ("PostStartHookError".to_owned(), message));
     }
 
     /// Records why a container waits. Each change of the status costs an API request. If an error differs from the last
     /// one only in parts that vary with each try, the status therefore stays the same.
-    fn note_problem(&mut self, name: String, (reason, message): (String, String)) {
+    fn record_problem(&mut self, name: String, (reason, message): (String, String)) {
         let known = self.problems.get(&name);
         let is_known = known.is_some_and(|(r, m)| *r == reason && varying::is_same(m, &message));
         if !is_known {
@@ -557,11 +561,11 @@ impl Worker {
     }
 
     /// Records that an operation begins.
-    pub(super) fn begun(&mut self, facts: &Facts, op: &Op) {
+    pub(super) fn record_begin(&mut self, facts: &Facts, op: &Op) {
         match op {
             Op::Observe { .. } => {
-                self.look = false;
-                self.observing = self.acted;
+                self.observe_needed = false;
+                self.observed_epoch = self.epoch;
             }
             Op::PreStop { kill, until } | Op::Stop { kill, until, .. } => {
                 self.stops.insert(kill.id.clone(), *until);
@@ -572,22 +576,22 @@ impl Worker {
                 }
                 // Later changes require another refresh.
                 (self.volumes.stale, self.volumes.changed) = (false, false);
-                self.volumes.again = None;
+                self.volumes.retry_at = None;
                 self.volumes.shape = super::plan::shape(&self.effective);
             }
-            Op::Grow => self.room_freed = false,
-            Op::RestartAll(kills) => self.restart_over(kills),
-            Op::Resize { names, to } => self.resizing.begins(names, to),
+            Op::RequestResize => self.resources_freed = false,
+            Op::RestartAll(kills) => self.record_restart_of_all(kills),
+            Op::Resize { names, to } => self.resizing.begin_update(names, to),
             // An existing cgroup keeps its sizes until it is resized, as running containers may use more than the new
             // sizes.
             Op::Prepare | Op::Upkeep if self.resizing.cgroup.is_none() => {
-                self.resizing.has_cgroup(self.wanted.clone());
+                self.resizing.set_cgroup(self.wanted.clone());
             }
             Op::Start { start, .. } => {
                 // The container is started with the sizes that are granted by now.
                 let name = &start.container.name;
-                self.resizing.has_container(name, &self.wanted);
-                let finished = self.last_end(&start.container.name);
+                self.resizing.set_container(name, &self.wanted);
+                let finished = self.last_exit(&start.container.name);
                 if let Some(finished) = finished {
                     let key = backoff_key(start);
                     // Whether the container may start was checked before. This call counts the restart.
@@ -601,7 +605,7 @@ impl Worker {
     }
 
     /// All containers restart: their restart counts continue, and they restart whatever their policy.
-    fn restart_over(&mut self, kills: &[Kill]) {
+    fn record_restart_of_all(&mut self, kills: &[Kill]) {
         let observed = self.observed.clone().unwrap_or_default();
         for kill in kills {
             let attempt = observed
@@ -617,24 +621,24 @@ impl Worker {
     }
 
     /// When the newest instance of a container exited. `None` if it has not exited.
-    pub(super) fn last_end(&self, name: &str) -> Option<Timestamp> {
+    pub(super) fn last_exit(&self, name: &str) -> Option<Timestamp> {
         let newest = self.observed.as_ref()?.newest(name)?;
         (newest.state == ContainerState::Exited)
             .then(|| newest.finished_at.unwrap_or(newest.created_at))
     }
 
-    fn failed(&mut self, now: Timestamp, key: &Key, class: Class) {
+    fn record_failure(&mut self, now: Timestamp, key: &Key, class: Class) {
         let pauses = match class {
             Class::RetryLater | Class::WaitForNews => &RETRY,
             Class::Final => &START_RETRY,
         };
-        self.hold(now, key, class, |failures| {
+        self.block_until(now, key, class, |failures| {
             time::later(now, pauses.after(failures))
         });
     }
 
     /// Blocks a failed operation. `until` computes the time of the next try from the number of failures.
-    fn hold(
+    fn block_until(
         &mut self,
         now: Timestamp,
         key: &Key,
@@ -655,7 +659,7 @@ impl Worker {
 
     /// Retries operations that failed with one of these classes. A minimum pause remains, as changes may arrive
     /// continually.
-    fn has_updates(&mut self, of: &[Class]) {
+    fn wake_retries(&mut self, of: &[Class]) {
         let waiting = self.retries.iter_mut();
         for retry in waiting.filter(|retry| of.contains(&retry.class)) {
             retry.until = retry.until.min(time::later(retry.since, RETRY.after(1)));

@@ -13,9 +13,9 @@ const ENDING_AUDIT: SignedDuration = SignedDuration::from_secs(60);
 impl Worker {
     /// Whether the API should have removed the object: everything is released, and the object has no finalizers.
     fn awaits_removal(&self) -> bool {
-        let is_held = |object: &Arc<Pod>| {
+        let has_finalizers = |object: &Arc<Pod>| {
             let finalizers = object.metadata.finalizers.as_ref();
-            finalizers.is_some_and(|held| !held.is_empty())
+            finalizers.is_some_and(|all| !all.is_empty())
         };
         let is_deleted = matches!(
             self.state,
@@ -24,7 +24,7 @@ impl Worker {
             }
         );
         let object = self.update.object.as_ref();
-        is_deleted && self.finalised && object.is_some_and(|object| !is_held(object))
+        is_deleted && self.finalised && object.is_some_and(|object| !has_finalizers(object))
     }
 
     /// Schedules the audit of a terminating pod if nothing else would wake its worker. A finished pod that stays in the
@@ -32,7 +32,7 @@ impl Worker {
     pub(super) fn plan_audit(&mut self, facts: &Facts, turn: &mut Turn) {
         let is_ending = matches!(self.state, State::Terminating { .. });
         let sleeps = turn.wake_at.is_none() && self.is_idle();
-        let is_due = sleeps && !self.is_gone() && (is_ending || self.awaits_removal());
+        let is_due = sleeps && !self.has_left_node() && (is_ending || self.awaits_removal());
         self.audit_at = is_due.then(|| facts.now.saturating_add(ENDING_AUDIT).unwrap_or(facts.now));
         turn.wake_at = turn.wake_at.or(self.audit_at);
     }
@@ -46,7 +46,7 @@ impl Worker {
         if self.awaits_removal() {
             self.finalised = false;
         } else {
-            self.look = true;
+            self.observe_needed = true;
         }
     }
 }

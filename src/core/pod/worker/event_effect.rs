@@ -17,7 +17,7 @@ pub(super) enum EventEffect {
 
 /// Whether an operation completes as soon as the runtime has carried it out, which supplies the id of the sandbox or
 /// container. A start with a postStart hook completes later, so the container must be observed meanwhile.
-fn reports_soon(op: &Op) -> bool {
+fn completes_immediately(op: &Op) -> bool {
     match op {
         Op::Sandbox { .. } => true,
         Op::Start { start, .. } => {
@@ -48,7 +48,7 @@ pub(super) fn event_effect(
     };
     if is_known {
         EventEffect::Known
-    } else if in_flight.iter().any(reports_soon) {
+    } else if in_flight.iter().any(completes_immediately) {
         EventEffect::Defer
     } else {
         EventEffect::Observe
@@ -65,7 +65,7 @@ impl Worker {
             EventEffect::Known => return false,
             EventEffect::Defer if self.events.contains(&event) => return false,
             EventEffect::Defer => self.events.push(event),
-            EventEffect::Observe => self.look = true,
+            EventEffect::Observe => self.observe_needed = true,
         }
         true
     }

@@ -33,8 +33,8 @@ pub struct Update {
     /// Whether a removed pod starts again under its uid once it has stopped, because its manifest was written again.
     /// Its logs are kept, as they determine the restart counts (`calcRestartCountByLogDir` in
     /// `pkg/kubelet/kuberuntime/kuberuntime_container.go`).
-    #[serde(default)]
-    pub again: bool,
+    #[serde(default, rename = "again")]
+    pub starts_again: bool,
 }
 
 impl Update {
@@ -144,7 +144,8 @@ pub enum Input {
     /// The runtime may have changes: a listing differs from the last observation.
     Hint,
     /// The runtime reports an event of one of the pod's sandboxes or containers.
-    Happened(RuntimeEvent),
+    #[serde(rename = "Happened")]
+    RuntimeEvent(RuntimeEvent),
     /// The result of a probe has changed.
     Probed {
         /// The container's id in the runtime.
@@ -162,9 +163,11 @@ pub enum Input {
     /// The current health of the containers' devices.
     Devices(DeviceHealth),
     /// The node terminates the pod.
-    Evicted(Verdict),
+    #[serde(rename = "Evicted")]
+    Terminate(Verdict),
     /// Resources were freed, so that a deferred resize is requested again.
-    RoomFreed,
+    #[serde(rename = "RoomFreed")]
+    ResourcesFreed,
     /// The readiness of the runtime's network has changed.
     Network(Network),
     /// The runtime responds again after an outage.
@@ -189,14 +192,14 @@ impl Input {
         match self {
             Input::Update(_) => "update",
             Input::Hint => "hint",
-            Input::Happened(_) => "happened",
+            Input::RuntimeEvent(_) => "happened",
             Input::Probed { .. } => "probed",
             Input::VolumesChanged => "volumes-changed",
             Input::DriversChanged => "drivers-changed",
             Input::Devices(_) => "devices",
             Input::ClockMoved(_) => "clock-moved",
-            Input::Evicted(_) => "evicted",
-            Input::RoomFreed => "room-freed",
+            Input::Terminate(_) => "evicted",
+            Input::ResourcesFreed => "room-freed",
             Input::Network(_) => "network",
             Input::RuntimeBack => "runtime-back",
             Input::Done { .. } => "done",
@@ -216,9 +219,11 @@ pub enum Op {
     /// Request admission by the node. Completes when the node has decided.
     Admit,
     /// Request the sizes of the pod's current spec from the node.
-    Grow,
+    #[serde(rename = "Grow")]
+    RequestResize,
     /// Report to the node that the pod requests no other sizes than it has.
-    Withdraw,
+    #[serde(rename = "Withdraw")]
+    CancelResize,
     /// Create or update a static pod's mirror.
     Mirror,
     /// Prepare for a sandbox: determine the runtime handler and the user namespace, and create the cgroup and the
@@ -268,7 +273,8 @@ pub enum Op {
     /// Stop a sandbox and release its addresses.
     StopSandbox(String),
     /// Unprepare the resource claims of a pod that has stopped, before its terminal status is published.
-    ReturnClaims,
+    #[serde(rename = "ReturnClaims")]
+    UnprepareClaims,
     /// Kill containers and remove them, in this order, so that all of them restart (KEP-5532).
     RestartAll(Vec<Kill>),
     /// Resize running containers and the pod's cgroup to the granted sizes.
@@ -301,8 +307,9 @@ pub enum Key {
     Observe,
     /// See [`Op::Admit`].
     Admit,
-    /// See [`Op::Grow`] and [`Op::Withdraw`], which must reach the node in order.
-    Grow,
+    /// See [`Op::RequestResize`] and [`Op::CancelResize`], which must reach the node in order.
+    #[serde(rename = "Grow")]
+    ResizeRequest,
     /// See [`Op::Mirror`].
     Mirror,
     /// See [`Op::Prepare`].
@@ -323,8 +330,9 @@ pub enum Key {
     Stop(String),
     /// See [`Op::StopSandbox`]; its id.
     StopSandbox(String),
-    /// See [`Op::ReturnClaims`].
-    ReturnClaims,
+    /// See [`Op::UnprepareClaims`].
+    #[serde(rename = "ReturnClaims")]
+    UnprepareClaims,
     /// See [`Op::RestartAll`].
     RestartAll,
     /// See [`Op::Resize`].
@@ -360,7 +368,7 @@ impl Op {
         match self {
             Op::Observe { .. } => Key::Observe,
             Op::Admit => Key::Admit,
-            Op::Grow | Op::Withdraw => Key::Grow,
+            Op::RequestResize | Op::CancelResize => Key::ResizeRequest,
             Op::Mirror => Key::Mirror,
             Op::Prepare => Key::Prepare,
             Op::Upkeep => Key::Upkeep,
@@ -371,7 +379,7 @@ impl Op {
             Op::PreStop { kill, .. } => Key::PreStop(kill.id.clone()),
             Op::Stop { kill, .. } => Key::Stop(kill.id.clone()),
             Op::StopSandbox(id) => Key::StopSandbox(id.clone()),
-            Op::ReturnClaims => Key::ReturnClaims,
+            Op::UnprepareClaims => Key::UnprepareClaims,
             Op::RestartAll(_) => Key::RestartAll,
             Op::Resize { .. } => Key::Resize,
             Op::Collect { .. } => Key::Collect,
@@ -418,7 +426,8 @@ pub enum Outcome {
         ips: Vec<String>,
     },
     /// The operation was abandoned while it was queued, because the pod terminates. Nothing was done.
-    NotBegun,
+    #[serde(rename = "NotBegun")]
+    Abandoned,
     /// A container was started, and its postStart hook, if any, has succeeded.
     Started {
         /// The container's id.
@@ -449,7 +458,8 @@ pub enum Outcome {
         class: Class,
     },
     /// The operation succeeded, except for a part to retry at this time.
-    Again(Timestamp),
+    #[serde(rename = "Again")]
+    RetryPart(Timestamp),
     /// Volumes could not be brought up to date. Their earlier state is intact.
     Outdated(String),
     /// The operation failed, or its effect is unknown.

@@ -95,7 +95,7 @@ pub struct Turn {
     /// Whether an observation was accepted, so that probes must be updated.
     pub observed: bool,
     /// Whether the pod has left this node, so that its worker exits.
-    pub gone: bool,
+    pub left_node: bool,
     /// Whether the input changed nothing that decisions depend on, and no timer had expired.
     pub unchanged: bool,
 }
@@ -130,20 +130,23 @@ struct VolumeState {
     /// Whether the volumes are up to date for the planned starts.
     fresh: bool,
     /// When to retry a part of the volumes that blocks nothing.
-    #[serde(default)]
-    again: Option<Timestamp>,
+    #[serde(default, rename = "again")]
+    retry_at: Option<Timestamp>,
 }
 
 /// The state of a request for other sizes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-enum Growth {
+enum ResizeRequest {
     /// The pod has the sizes of its spec.
     #[default]
-    Settled,
+    #[serde(rename = "Settled")]
+    None,
     /// The pod has the sizes of its spec again, but the node may still have other sizes allocated or queued.
-    Withdrawn,
+    #[serde(rename = "Withdrawn")]
+    ToCancel,
     /// The sizes must be requested from the node.
-    Wanted,
+    #[serde(rename = "Wanted")]
+    ToSend,
     /// The node has deferred or rejected the request. It is repeated when resources are freed.
     Deferred,
 }
@@ -168,16 +171,17 @@ pub struct Worker {
     effective: Arc<Pod>,
     granted: Sizes,
     /// The newest generation that the node has granted or rejected.
-    #[serde(default)]
-    decided: Option<i64>,
+    #[serde(default, rename = "decided")]
+    decided_generation: Option<i64>,
     /// The sizes that the runtime should have: the granted ones.
     #[serde(default)]
     wanted: Sizes,
-    growth: Growth,
+    #[serde(rename = "growth")]
+    resize_request: ResizeRequest,
     /// Whether resources were freed while a request for other sizes was running. If the request is deferred, it is
     /// repeated at once.
-    #[serde(default)]
-    room_freed: bool,
+    #[serde(default, rename = "room_freed")]
+    resources_freed: bool,
     resizing: Resizing,
     #[serde(default, with = "stored::optional")]
     published: Option<Arc<PodStatus>>,
@@ -186,24 +190,30 @@ pub struct Worker {
     adopted: bool,
     /// Whether the status came from a static pod's mirror and is past Pending. If the runtime has nothing of the pod,
     /// the status belongs to an earlier run.
-    #[serde(default)]
-    earlier_life: bool,
+    #[serde(default, rename = "earlier_life")]
+    status_from_mirror: bool,
     /// The terminal status that the API had before this worker published one. It is kept.
-    #[serde(default)]
-    end: Option<PodStatus>,
+    #[serde(default, rename = "end")]
+    adopted_terminal_status: Option<PodStatus>,
     admitted: bool,
     /// Whether the pod must be observed, as the runtime may have changes.
-    look: bool,
+    #[serde(rename = "look")]
+    observe_needed: bool,
     /// Events that a running operation may have caused. They are evaluated when it completes.
     #[serde(default)]
     events: Vec<RuntimeEvent>,
     /// Whether the outcome of an operation is unknown. The runtime is not changed before the next observation.
-    unsure: bool,
+    #[serde(rename = "unsure")]
+    outcome_unknown: bool,
     /// Counts changes to the runtime. An observation that began before the last change is discarded.
-    acted: u64,
-    observing: u64,
+    #[serde(rename = "acted")]
+    epoch: u64,
+    /// The epoch when the last observation began.
+    #[serde(rename = "observing")]
+    observed_epoch: u64,
     /// Whether `observed` has results of operations that no observation has confirmed.
-    provisional: bool,
+    #[serde(rename = "provisional")]
+    assumed: bool,
     logged: BTreeMap<String, u32>,
     counts: BTreeMap<String, u32>,
     probed: Probed,
@@ -213,7 +223,8 @@ pub struct Worker {
     problems: Problems,
     backoff: Backoff,
     /// Attempts whose back-off event was emitted, by container.
-    announced: BTreeMap<String, u32>,
+    #[serde(rename = "announced")]
+    backoff_events: BTreeMap<String, u32>,
     retries: Vec<Retry>,
     in_flight: Vec<Op>,
     /// When the grace period of stopping containers expires, by id.
@@ -224,14 +235,15 @@ pub struct Worker {
     /// When the pod was last prepared for a sandbox.
     prepared_at: Option<Timestamp>,
     /// When its cgroup and directories were last checked.
-    #[serde(default)]
-    kept_at: Option<Timestamp>,
+    #[serde(default, rename = "kept_at")]
+    upkeep_at: Option<Timestamp>,
     volumes: VolumeState,
     /// Containers whose image is present for the planned start.
     images: BTreeSet<String>,
     network: Network,
     /// Whether the event about the node's network was emitted.
-    network_told: bool,
+    #[serde(rename = "network_told")]
+    network_event_emitted: bool,
     /// Containers that the runtime reported as stopped. Those that still run are stopped again.
     stop_done: BTreeSet<String>,
     /// Ids of containers that this worker stops in order to restart them, whatever their exit code. With `OnFailure`, a
@@ -256,15 +268,15 @@ pub struct Worker {
     /// Whether the pod has completed: its regular containers have finished, but sidecars may still run.
     completed: bool,
     /// Whether its resource claims were unprepared.
-    #[serde(default)]
-    claims_returned: bool,
+    #[serde(default, rename = "claims_returned")]
+    claims_unprepared: bool,
     /// For a finished pod: whether the runtime may have something of it again, as it may carry out a cancelled call
     /// late.
     #[serde(default)]
     recheck: bool,
     /// For a finished pod: whether the runtime has something of it, so that its content must be released again.
-    #[serde(default)]
-    leftover: bool,
+    #[serde(default, rename = "leftover")]
+    has_leftovers: bool,
     finalised: bool,
 }
 
@@ -281,44 +293,44 @@ impl Worker {
             effective: Arc::clone(&update.pod),
             resizing: Resizing::adopted(&update.pod),
             granted,
-            decided: update
+            decided_generation: update
                 .pod
                 .status
                 .as_ref()
                 .and_then(|s| s.observed_generation),
             wanted: Sizes::default(),
-            growth: Growth::Settled,
-            room_freed: false,
+            resize_request: ResizeRequest::None,
+            resources_freed: false,
             published: None,
             publish_at: None,
             adopted: false,
-            earlier_life: false,
-            end: None,
+            status_from_mirror: false,
+            adopted_terminal_status: None,
             admitted: false,
-            look: true,
+            observe_needed: true,
             events: vec![],
-            unsure: true,
-            acted: 0,
-            observing: 0,
-            provisional: false,
+            outcome_unknown: true,
+            epoch: 0,
+            observed_epoch: 0,
+            assumed: false,
             logged: BTreeMap::new(),
             counts: BTreeMap::new(),
             probed: Probed::default(),
             devices: DeviceHealth::new(),
             problems: Problems::new(),
             backoff: Backoff::default(),
-            announced: BTreeMap::new(),
+            backoff_events: BTreeMap::new(),
             retries: vec![],
             in_flight: vec![],
             stops: BTreeMap::new(),
             stop_by: None,
             stopped_sandboxes: BTreeSet::new(),
             prepared_at: None,
-            kept_at: None,
+            upkeep_at: None,
             volumes: VolumeState::default(),
             images: BTreeSet::new(),
             network,
-            network_told: false,
+            network_event_emitted: false,
             stop_done: BTreeSet::new(),
             stopped_to_restart: BTreeSet::new(),
             failed_hooks: BTreeMap::new(),
@@ -328,9 +340,9 @@ impl Worker {
             wake_at: None,
             audit_at: None,
             completed: false,
-            claims_returned: false,
+            claims_unprepared: false,
             recheck: false,
-            leftover: false,
+            has_leftovers: false,
             finalised: false,
             update,
         };
@@ -363,9 +375,9 @@ impl Worker {
         }
         turn.wake_at = self.wake_at.filter(|at| *at > facts.now);
         self.publish(facts, &mut turn);
-        turn.gone = self.is_gone();
+        turn.left_node = self.has_left_node();
         debug_assert!(
-            turn.gone || !self.is_idle() || !self.has_overlooked_something(facts),
+            turn.left_node || !self.is_idle() || !self.has_unscheduled_ops(facts),
             "a worker sleeps although work is left: {self:?}"
         );
         turn
@@ -373,7 +385,7 @@ impl Worker {
 
     /// Whether the plan has an operation that is neither running nor waits for a time. Nothing would ever wake the
     /// worker for it.
-    fn has_overlooked_something(&self, facts: &Facts) -> bool {
+    fn has_unscheduled_ops(&self, facts: &Facts) -> bool {
         let mut probe = self.clone();
         let mut turn = Turn::default();
         probe.replan(facts, &mut turn);
@@ -439,7 +451,7 @@ impl Worker {
 
     /// Whether the worker is no longer needed: its content is released, and the API has no object, or keeps it only
     /// because of finalizers. In that case the source reports the removal.
-    fn is_gone(&self) -> bool {
+    fn has_left_node(&self) -> bool {
         let State::Finished { cause } = self.state else {
             return false;
         };
@@ -486,7 +498,7 @@ impl Worker {
 
     /// The next input of the lifecycle, if one is due.
     fn next_step(&mut self, facts: &Facts, turn: &mut Turn) -> Option<lifecycle::Input> {
-        let ended = |cause, grace| Some(lifecycle::Input::Ended { cause, grace });
+        let ended = |cause, grace| Some(lifecycle::Input::Terminate { cause, grace });
         let own_grace = pod::grace_seconds(&self.effective);
         match self.state {
             State::Syncing => {
@@ -496,7 +508,7 @@ impl Worker {
                 if self.observed.is_none() || !self.admitted {
                     return None;
                 }
-                if self.completed || self.plan_actions().give_up {
+                if self.completed || self.plan_actions().must_terminate {
                     return ended(Cause::Completed, own_grace);
                 }
                 let until = status::deadline(&self.effective, &self.status)?;
@@ -514,9 +526,8 @@ impl Worker {
                 });
                 ended(Cause::DeadlineExceeded, own_grace)
             }
-            State::Terminating { .. } => {
-                (self.has_stopped() && !self.owes_claims()).then_some(lifecycle::Input::Stopped)
-            }
+            State::Terminating { .. } => (self.has_stopped() && !self.needs_claim_release())
+                .then_some(lifecycle::Input::Stopped),
             State::Terminated { .. } | State::Finished { .. } => None,
         }
     }
@@ -567,11 +578,11 @@ impl Worker {
             return true;
         }
         let status = &self.status;
-        let told = [&status.container_statuses, &status.init_container_statuses];
+        let lists = [&status.container_statuses, &status.init_container_statuses];
         status.phase.as_deref() == Some("Failed")
             && self.verdict.is_none()
             && observed.containers.is_empty()
-            && told.iter().all(|list| list.is_none())
+            && lists.iter().all(|list| list.is_none())
     }
 
     fn compute_status(&mut self, facts: &Facts) {
@@ -583,9 +594,9 @@ impl Worker {
             self.completed = pod::is_final(&self.status);
             return;
         }
-        if let Some(told) = self.end.as_ref().filter(|_| !ended) {
+        if let Some(terminal) = self.adopted_terminal_status.as_ref().filter(|_| !ended) {
             // Containers that still run are reported once they have stopped.
-            self.has_status(told.clone());
+            self.set_status(terminal.clone());
             self.completed = true;
             return;
         }
@@ -614,23 +625,26 @@ impl Worker {
             verdict: self.verdict.as_ref(),
             now: facts.now,
         });
-        if let Some(told) = &self.end {
-            status::keep_end(&mut status, told);
+        if let Some(terminal) = &self.adopted_terminal_status {
+            status::keep_terminal_status(&mut status, terminal);
         }
         self.completed = pod::is_final(&status);
         if !ended
             && pod::is_final(&status)
             && !pod::is_final(&self.status)
-            && (observed.live().next().is_some() || self.may_begin())
+            && (observed.live().next().is_some() || self.may_be_starting())
         {
             // A terminal phase means that no container runs any more, including sidecars.
             status.phase = Some("Running".into());
-        } else if pod::is_final(&status) && !pod::is_final(&self.status) && self.owes_claims() {
+        } else if pod::is_final(&status)
+            && !pod::is_final(&self.status)
+            && self.needs_claim_release()
+        {
             // A terminal phase also means that the pod's devices are released.
             let before = self.status.phase.clone();
             status.phase = before.or_else(|| Some("Pending".into()));
         }
-        self.has_status(status);
+        self.set_status(status);
     }
 
     /// Whether the volumes are set up, by this agent or by the one that created a container in the pod's sandbox.
@@ -641,7 +655,7 @@ impl Worker {
     }
 
     /// Sets the status. An equal status keeps its shared copy.
-    fn has_status(&mut self, status: PodStatus) {
+    fn set_status(&mut self, status: PodStatus) {
         if *self.status != status {
             self.status = Arc::new(status);
         }
@@ -675,7 +689,7 @@ impl Worker {
         let changing = |op: &Op| match (self.state, op) {
             (State::Syncing, Op::Sandbox { .. } | Op::Pull(_) | Op::Start { .. }) => is_pending,
             // The observation will complete the status of the container that was started.
-            (State::Syncing, Op::Observe { .. }) => self.provisional,
+            (State::Syncing, Op::Observe { .. }) => self.assumed,
             // The status of a completed pod does not wait for its sandbox, whose stop may be queued behind others.
             (
                 State::Terminating {

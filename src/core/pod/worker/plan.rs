@@ -10,7 +10,7 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::apply::backoff_key;
-use super::{Facts, Growth, Key, Network, Op, Turn, VolumeState, Worker, event, warning};
+use super::{Facts, Key, Network, Op, ResizeRequest, Turn, VolumeState, Worker, event, warning};
 use crate::core::digest::Fnv64;
 use crate::core::pod::actions::{self, PodActions, Start};
 use crate::core::pod::lifecycle::{Cause, State};
@@ -39,9 +39,9 @@ struct Plan {
     /// What single containers wait for. Often this is what the whole pod waits for.
     container_waits: Vec<String>,
     /// Whether the existing sandbox is abandoned, so that starts in it are cancelled.
-    leaves_sandbox: bool,
+    abandons_sandbox: bool,
     /// Ids of containers that are stopped in order to be restarted.
-    again: Vec<String>,
+    to_restart: Vec<String>,
 }
 
 impl Worker {
@@ -62,16 +62,16 @@ impl Worker {
             if self.is_in_flight(&key) {
                 continue;
             }
-            if let Some(until) = self.held_until(&key, facts.now) {
+            if let Some(until) = self.blocked_until(&key, facts.now) {
                 plan.wake.push(until);
                 continue;
             }
             if let Op::Stop { kill, .. } = &op
-                && plan.again.contains(&kill.id)
+                && plan.to_restart.contains(&kill.id)
             {
                 self.stopped_to_restart.insert(kill.id.clone());
             }
-            self.begun(facts, &op);
+            self.record_begin(facts, &op);
             self.in_flight.push(op.clone());
             turn.begin.push(op);
         }
@@ -96,9 +96,9 @@ impl Worker {
 
     fn plan_observe(&self, plan: &mut Plan) {
         let needed = match self.state {
-            State::Syncing | State::Terminating { .. } => self.look,
+            State::Syncing | State::Terminating { .. } => self.observe_needed,
             State::Terminated { .. } => false,
-            State::Finished { .. } => self.recheck || self.unsure,
+            State::Finished { .. } => self.recheck || self.outcome_unknown,
         };
         if needed {
             let logs = self.observed.is_none();
@@ -107,7 +107,7 @@ impl Worker {
     }
 
     /// When a failed operation may be retried. `None` if it need not wait.
-    fn held_until(&self, key: &Key, now: Timestamp) -> Option<Timestamp> {
+    fn blocked_until(&self, key: &Key, now: Timestamp) -> Option<Timestamp> {
         let retry = self.retries.iter().find(|retry| retry.key == *key)?;
         (retry.until > now).then_some(retry.until)
     }
@@ -123,7 +123,7 @@ impl Worker {
             Op::Observe { .. }
             | Op::Sandbox { .. }
             | Op::StopSandbox(_)
-            | Op::ReturnClaims
+            | Op::UnprepareClaims
             | Op::Release { .. }
             | Op::Finalise => false,
             Op::Stop { .. } => ops
@@ -133,7 +133,7 @@ impl Worker {
             Op::PreStop { kill, .. } => !self.may_run(&kill.id),
             // An ephemeral container may also debug a terminating pod.
             Op::Start { start, .. } => {
-                plan.leaves_sandbox || (ending || starts_over) && start.role != Role::Ephemeral
+                plan.abandons_sandbox || (ending || starts_over) && start.role != Role::Ephemeral
             }
             Op::Mirror => ending && !ops.iter().any(|planned| planned.key() == op.key()),
             Op::Pull(start) => {
@@ -155,8 +155,8 @@ impl Worker {
                 Key::Start(_) | Key::RestartAll | Key::Resize | Key::Collect
             ) {
                 // The partial effects of the operation are observed first.
-                self.acted = self.acted.saturating_add(1);
-                (self.look, self.unsure) = (true, true);
+                self.epoch = self.epoch.saturating_add(1);
+                (self.observe_needed, self.outcome_unknown) = (true, true);
             }
             self.drop_in_flight(&key, turn);
         }
@@ -170,10 +170,10 @@ impl Worker {
             return;
         }
         self.plan_mirror(facts, plan);
-        match self.growth {
-            Growth::Wanted => plan.ops.push(Op::Grow),
-            Growth::Withdrawn => plan.ops.push(Op::Withdraw),
-            Growth::Settled | Growth::Deferred => {}
+        match self.resize_request {
+            ResizeRequest::ToSend => plan.ops.push(Op::RequestResize),
+            ResizeRequest::ToCancel => plan.ops.push(Op::CancelResize),
+            ResizeRequest::None | ResizeRequest::Deferred => {}
         }
         plan.wake
             .extend(status::deadline(&self.effective, &self.status));
@@ -183,10 +183,10 @@ impl Worker {
             return;
         };
         let actions = self.plan_actions();
-        plan.again.clone_from(&actions.again);
+        plan.to_restart.clone_from(&actions.to_restart);
         self.plan_preparation(facts, &actions, plan);
         self.plan_pulls_and_starts(facts, &actions, &observed, turn, plan);
-        if self.unsure {
+        if self.outcome_unknown {
             // The effects of the last operation are observed first.
             plan.ops.retain(|op| !op.changes_runtime());
             return;
@@ -211,10 +211,12 @@ impl Worker {
         }
         // If only the cgroup remains to be resized, containers that restart for their new size stop first.
         let rest = actions.sandbox.is_some() && actions.kill.is_empty();
-        let owes = !actions.resize.is_empty() || (rest && self.resizing.owes_cgroup(&self.wanted));
+        let needs_resize =
+            !actions.resize.is_empty() || (rest && self.resizing.needs_cgroup_resize(&self.wanted));
         // A failing upkeep does not block the resize.
-        let is_kept = self.kept_at.is_some() || self.retries.iter().any(|r| r.key == Key::Upkeep);
-        if owes && is_kept {
+        let has_upkeep =
+            self.upkeep_at.is_some() || self.retries.iter().any(|r| r.key == Key::Upkeep);
+        if needs_resize && has_upkeep {
             plan.ops.push(Op::Resize {
                 names: actions.resize.clone(),
                 to: self.wanted.clone(),
@@ -247,25 +249,25 @@ impl Worker {
     fn plan_preparation(&mut self, facts: &Facts, actions: &PodActions, plan: &mut Plan) {
         let every = facts.rules.sync_frequency;
         let starts = !actions.start.is_empty() || actions.create_sandbox.is_some();
-        let is_held = self.held_until(&Key::Volumes, facts.now).is_some();
+        let is_blocked = self.blocked_until(&Key::Volumes, facts.now).is_some();
         // While a failed refresh waits for its retry, containers start with the existing volumes.
-        if !starts && !is_held {
+        if !starts && !is_blocked {
             self.volumes.fresh = false;
         }
         let due = |at: Option<Timestamp>| at.is_none_or(|at| time::later(at, every) <= facts.now);
         let refresh = self.volumes.stale
             || due(self.volumes.at)
-            || self.volumes.again.is_some_and(|at| at <= facts.now)
+            || self.volumes.retry_at.is_some_and(|at| at <= facts.now)
             || self.volumes.shape != shape(&self.effective);
         let next_refresh = self.volumes.next_for_change(&self.effective, facts.now);
         plan.wake.extend(next_refresh);
         plan.wake
             .extend(self.volumes.at.map(|at| time::later(at, every)));
-        plan.wake.extend(self.volumes.again);
+        plan.wake.extend(self.volumes.retry_at);
         let creates = actions.create_sandbox.is_some();
         let prepared = match creates {
             true => self.prepared_at,
-            false => self.kept_at,
+            false => self.upkeep_at,
         };
         if starts || refresh {
             plan.wake.extend(prepared.map(|at| time::later(at, every)));
@@ -283,7 +285,7 @@ impl Worker {
                 return;
             }
         }
-        if refresh && is_held && self.volumes.at.is_some() {
+        if refresh && is_blocked && self.volumes.at.is_some() {
             plan.waits.push(OUTDATED.into());
         }
         let wanted = refresh || (!actions.start.is_empty() && !self.volumes.fresh);
@@ -314,7 +316,7 @@ impl Worker {
             return false;
         }
         self.stop_by = Some(until);
-        plan.leaves_sandbox = true;
+        plan.abandons_sandbox = true;
         if begins && actions.create_sandbox.is_some() && !observed.sandboxes.is_empty() {
             let message = "Pod sandbox changed, it will be killed and re-created.";
             turn.events.push(event("SandboxChanged", message.into()));
@@ -342,7 +344,7 @@ impl Worker {
         }
         if !pod::host_network(&self.effective) {
             match self.network.clone() {
-                Network::Ready => self.network_told = false,
+                Network::Ready => self.network_event_emitted = false,
                 Network::Unknown => {
                     plan.waits
                         .push("waiting for the first network status of the runtime".into());
@@ -350,7 +352,7 @@ impl Worker {
                 }
                 Network::NotReady(why) => {
                     let message = format!("network is not ready: {why}");
-                    if !std::mem::replace(&mut self.network_told, true) {
+                    if !std::mem::replace(&mut self.network_event_emitted, true) {
                         turn.events
                             .push(warning("NetworkNotReady", message.clone()));
                     }
@@ -371,7 +373,7 @@ impl Worker {
         };
         let is_empty = observed.containers.iter().all(|c| c.sandbox != *sandbox);
         let has_failed = self.retries.iter().any(|r| r.key == Key::Upkeep);
-        is_empty && self.kept_at.is_none() && !has_failed
+        is_empty && self.upkeep_at.is_none() && !has_failed
     }
 
     fn needs_preparation(&self, facts: &Facts) -> bool {
@@ -406,7 +408,7 @@ impl Worker {
                     .push(format!("container {name} is being started"));
                 continue;
             }
-            if let Some(until) = self.hold_back(facts, start, observed, turn) {
+            if let Some(until) = self.start_blocked_until(facts, start, observed, turn) {
                 plan.wake.push(until);
                 plan.container_waits
                     .push(format!("container {name} waits for its restart"));
@@ -430,7 +432,9 @@ impl Worker {
                 || self.failed_hooks.values().any(ends);
             let ready = self.volumes.fresh;
             let reason = match sandbox {
-                Some(sandbox) if self.is_left(&sandbox.id) => "waits for the pod's sandbox",
+                Some(sandbox) if self.is_sandbox_abandoned(&sandbox.id) => {
+                    "waits for the pod's sandbox"
+                }
                 Some(sandbox) if ready && !blocked => {
                     plan.ops.push(Op::Start {
                         start: start.clone(),
@@ -447,17 +451,17 @@ impl Worker {
             plan.container_waits
                 .push(format!("container {name} {reason}"));
         }
-        self.note_init_waits(observed, actions, plan);
+        self.add_init_waits(observed, actions, plan);
     }
 
     /// Whether the worker is stopping the pod's sandbox, or has stopped it and has not observed the runtime since.
-    fn is_left(&self, sandbox: &str) -> bool {
+    fn is_sandbox_abandoned(&self, sandbox: &str) -> bool {
         let stops = |op: &Op| matches!(op, Op::StopSandbox(id) if id == sandbox);
         self.stopped_sandboxes.contains(sandbox) || self.in_flight.iter().any(stops)
     }
 
     /// Reports containers that wait for an init container or a sidecar.
-    fn note_init_waits(&self, observed: &ObservedPod, actions: &PodActions, plan: &mut Plan) {
+    fn add_init_waits(&self, observed: &ObservedPod, actions: &PodActions, plan: &mut Plan) {
         let Some(sandbox) = actions
             .sandbox
             .as_ref()
@@ -466,15 +470,15 @@ impl Worker {
             return;
         };
         // Instances in an older sandbox do not count: all init containers run again in a new one.
-        let here = |name: &str| observed.newest(name).is_some_and(|c| c.sandbox == *sandbox);
+        let in_sandbox = |name: &str| observed.newest(name).is_some_and(|c| c.sandbox == *sandbox);
         let spec = pod::spec(&self.effective);
         let starts = |c: &Container| {
             actions::should_start(&self.effective, c, observed, &self.stopped_to_restart)
         };
         let mut regular = spec.containers.iter();
-        let missing = regular.find(|c| !here(&c.name) && starts(c));
+        let missing = regular.find(|c| !in_sandbox(&c.name) && starts(c));
         let mut init = spec.init_containers.iter().flatten();
-        let before = init.rfind(|c| here(&c.name));
+        let before = init.rfind(|c| in_sandbox(&c.name));
         if let (Some(missing), Some(before)) = (missing, before) {
             plan.container_waits.push(format!(
                 "container {} waits for init container {} to complete or start",
@@ -484,7 +488,7 @@ impl Worker {
     }
 
     /// When a container may be started after a crash-loop back-off or a failed start. `None` if it need not wait.
-    fn hold_back(
+    fn start_blocked_until(
         &mut self,
         facts: &Facts,
         start: &Start,
@@ -492,23 +496,24 @@ impl Worker {
         turn: &mut Turn,
     ) -> Option<Timestamp> {
         let name = &start.container.name;
-        let failed = self.held_until(&Key::Start(name.clone()), facts.now);
+        let failed = self.blocked_until(&Key::Start(name.clone()), facts.now);
         if failed.is_some() {
             return failed;
         }
-        let finished = self.last_end(name)?;
+        let finished = self.last_exit(name)?;
         let key = backoff_key(start);
         let held = self.backoff.held(&key, finished, facts.now)?;
         let shown = time::shown(Duration::try_from(held.delay).unwrap_or_default());
-        let who = pod::described(&self.effective);
-        let message = format!("back-off {shown} restarting failed container={name} pod={who}");
+        let described = pod::described(&self.effective);
+        let message =
+            format!("back-off {shown} restarting failed container={name} pod={described}");
         self.problems
             .insert(name.clone(), ("CrashLoopBackOff".into(), message));
         let attempt = observed.newest(name).map_or(0, |c| c.attempt);
-        if self.announced.insert(name.clone(), attempt) != Some(attempt) {
+        if self.backoff_events.insert(name.clone(), attempt) != Some(attempt) {
             let mut event = warning(
                 "BackOff",
-                format!("Back-off restarting failed container {name} in pod {who}"),
+                format!("Back-off restarting failed container {name} in pod {described}"),
             );
             event.field_path = Some(start.role.field_path(name));
             turn.events.push(event);
@@ -524,7 +529,7 @@ impl Worker {
             .chain(&plan.ops)
             .any(|op| matches!(op, Op::Start { .. } | Op::Sandbox { .. }));
         // An observation is due or running. Nothing is removed on the basis of an older one.
-        if starting || self.look || self.is_in_flight(&Key::Observe) {
+        if starting || self.observe_needed || self.is_in_flight(&Key::Observe) {
             return;
         }
         let containers: Vec<_> = actions::surplus(observed)
@@ -544,20 +549,21 @@ impl Worker {
     }
 
     fn plan_termination(&self, facts: &Facts, plan: &mut Plan) {
-        let making = self
+        let creates_sandbox = self
             .in_flight
             .iter()
             .any(|op| matches!(op, Op::Sandbox { .. }));
-        let Some(observed) = self.observed.as_ref().filter(|_| !self.unsure) else {
+        let Some(observed) = self.observed.as_ref().filter(|_| !self.outcome_unknown) else {
             return;
         };
         let until = self.stop_by.unwrap_or(facts.now);
         plan.wake.extend((until > facts.now).then_some(until));
         let stops = self.plan_stop(observed, until, facts.now);
         // A sandbox that is being created is stopped once it exists.
-        plan.ops.extend(stops.into_iter().filter(|_| !making));
-        if self.has_stopped() && self.owes_claims() {
-            plan.ops.push(Op::ReturnClaims);
+        plan.ops
+            .extend(stops.into_iter().filter(|_| !creates_sandbox));
+        if self.has_stopped() && self.needs_claim_release() {
+            plan.ops.push(Op::UnprepareClaims);
             plan.waits
                 .push("its resource claims are being unprepared".into());
         }
@@ -565,11 +571,11 @@ impl Worker {
 
     /// Stops and removes what the runtime has of a finished pod, because it carried out a cancelled call late.
     fn plan_leftovers(&self, facts: &Facts, plan: &mut Plan) {
-        let Some(observed) = self.observed.as_ref().filter(|_| !self.unsure) else {
+        let Some(observed) = self.observed.as_ref().filter(|_| !self.outcome_unknown) else {
             return;
         };
         let stops = self.plan_stop(observed, facts.now, facts.now);
-        if stops.is_empty() && self.leftover {
+        if stops.is_empty() && self.has_leftovers {
             plan.ops.push(Op::Release { content: true });
         }
         plan.ops.extend(stops);
@@ -606,8 +612,8 @@ impl VolumeState {
     }
 }
 
-fn stops_earlier(planned: &Op, under_way: &Op) -> bool {
-    match (planned, under_way) {
+fn stops_earlier(planned: &Op, running: &Op) -> bool {
+    match (planned, running) {
         (Op::Stop { until: new, .. }, Op::Stop { until: old, .. }) => new < old,
         _ => false,
     }

@@ -40,11 +40,11 @@ impl Worker {
                 grace: None,
             };
             let is_due = place(c) == last || until <= now;
-            let is_told = self.stops.contains_key(&c.id);
+            let is_stopping = self.stops.contains_key(&c.id);
             if is_due && (until <= now || !self.runs_hook(&c.id)) {
-                Some(self.stop_of(kill, until))
+                Some(self.stop_by_deadline(kill, until))
             } else {
-                (!is_due && !is_told).then_some(Op::PreStop { kill, until })
+                (!is_due && !is_stopping).then_some(Op::PreStop { kill, until })
             }
         });
         stops.collect()
@@ -77,7 +77,7 @@ impl Worker {
     }
 
     /// Stops one container by `until`, or by an earlier deadline that it already has.
-    pub(super) fn stop_of(&self, kill: Kill, until: Timestamp) -> Op {
+    pub(super) fn stop_by_deadline(&self, kill: Kill, until: Timestamp) -> Op {
         let before = self.stops.get(&kill.id).copied();
         Op::Stop {
             first: before.is_none(),
@@ -93,7 +93,7 @@ impl Worker {
             .get(&kill.id)
             .copied()
             .unwrap_or(time::in_seconds(now, grace));
-        self.stop_of(kill, until)
+        self.stop_by_deadline(kill, until)
     }
 
     /// Containers that may have a process. If the runtime does not know a container's state, a successful stop
@@ -114,15 +114,15 @@ impl Worker {
 
     /// Whether the pod's resource claims must still be unprepared. The terminal status is published only afterwards, as
     /// the devices may then be assigned to another pod (KEP-4381).
-    pub(super) fn owes_claims(&self) -> bool {
-        has_claims(self.update.with_status()) && !self.claims_returned
+    pub(super) fn needs_claim_release(&self) -> bool {
+        has_claims(self.update.with_status()) && !self.claims_unprepared
     }
 
     /// Whether a container may be starting that was not observed as running. Its start is in progress, or was cancelled
     /// without an observation of the runtime since.
-    pub(super) fn may_begin(&self) -> bool {
+    pub(super) fn may_be_starting(&self) -> bool {
         let starts = |op: &Op| matches!(op, Op::Start { .. });
-        self.unsure || self.in_flight.iter().any(starts)
+        self.outcome_unknown || self.in_flight.iter().any(starts)
     }
 
     /// Whether a terminal status was published and no container runs any more. If another client wrote the terminal
@@ -130,15 +130,16 @@ impl Worker {
     /// `pkg/kubelet/kubelet_pods.go`).
     #[must_use]
     pub fn terminal_status_published(&self) -> bool {
-        let runs = |observed: &ObservedPod| observed.live().next().is_some() || self.may_begin();
-        let is_told = self.published().is_some_and(|told| pod::is_final(told));
-        is_told && !self.observed.as_deref().is_none_or(runs)
+        let runs =
+            |observed: &ObservedPod| observed.live().next().is_some() || self.may_be_starting();
+        let is_published = self.published().is_some_and(|status| pod::is_final(status));
+        is_published && !self.observed.as_deref().is_none_or(runs)
     }
 
     /// Whether the pod has completed, its terminal status was published, and no other pod waits for its sandbox. The
     /// next pod may wait for the host ports of a sandbox.
     #[must_use]
-    pub fn has_completed_unawaited(&self) -> bool {
+    pub fn is_sandbox_stop_deferrable(&self) -> bool {
         matches!(
             self.state,
             State::Terminating {
@@ -151,7 +152,7 @@ impl Worker {
 
     /// Whether nothing of the pod runs any more, according to an observation after the last operation.
     pub(super) fn has_stopped(&self) -> bool {
-        let Some(observed) = self.observed.as_ref().filter(|_| !self.unsure) else {
+        let Some(observed) = self.observed.as_ref().filter(|_| !self.outcome_unknown) else {
             return false;
         };
         let acting = self

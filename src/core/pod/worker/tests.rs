@@ -45,7 +45,7 @@ fn a_pod(spec: Value, metadata: Value) -> Update {
         object: Some(Arc::clone(&pod)),
         pod,
         removed: false,
-        again: false,
+        starts_again: false,
     }
 }
 
@@ -106,7 +106,7 @@ impl Run {
         self.begun.extend(turn.begin.iter().map(Op::key));
         self.waiting.extend(turn.begin.iter().cloned());
         self.published.extend(turn.publish.as_deref().cloned());
-        self.gone |= turn.gone;
+        self.gone |= turn.left_node;
         turn
     }
 
@@ -126,7 +126,7 @@ impl Run {
                 logged: BTreeMap::new(),
             },
             Op::Admit => Outcome::Admitted,
-            Op::Grow => Outcome::Granted,
+            Op::RequestResize => Outcome::Granted,
             Op::Sandbox { attempt } => {
                 let sandbox = sandbox(*attempt, self.now);
                 self.runtime.sandboxes.insert(0, sandbox.clone());
@@ -605,9 +605,9 @@ fn a_pods_life_takes_three_status_updates() {
         ..Run::new(a_pod(spec(), json!({})))
     };
     hung.now = run.now + 1000;
-    let told = hung.input(Input::Tick).publish;
+    let published = hung.input(Input::Tick).publish;
     assert!(
-        told.is_some_and(|status| ended(&status)),
+        published.is_some_and(|status| ended(&status)),
         "the status does not wait for it"
     );
     run.settle();
@@ -626,7 +626,7 @@ fn a_completed_pods_terminal_status_precedes_its_sandbox_stop() {
     let plain = json!({"name": "a", "image": "i"});
     let served =
         json!({"name": "a", "image": "i", "ports": [{"containerPort": 80, "hostPort": 80}]});
-    for (container, patient) in [(plain, true), (served, false)] {
+    for (container, is_deferrable) in [(plain, true), (served, false)] {
         let mut run = Run::new(a_pod(spec(container), json!({})));
         run.settle();
         run.exit("a0", 0);
@@ -635,9 +635,9 @@ fn a_completed_pods_terminal_status_precedes_its_sandbox_stop() {
         let stopping = |op: &Op| matches!(op, Op::StopSandbox(_));
         run.settle_but(stopping);
         assert!(run.waiting.iter().any(stopping));
-        let told = run.published.last().expect("a status");
-        assert_eq!(told.phase.as_deref(), Some("Succeeded"));
-        assert_eq!(run.worker.has_completed_unawaited(), patient);
+        let status = run.published.last().expect("a status");
+        assert_eq!(status.phase.as_deref(), Some("Succeeded"));
+        assert_eq!(run.worker.is_sandbox_stop_deferrable(), is_deferrable);
         let statuses = run.published.len();
         run.settle();
         assert_eq!(
@@ -718,7 +718,7 @@ fn a_replayed_record_reports_different_decisions() {
     );
     read.entries[3].decision.begin.push(Key::Finalise);
     let differences = read.replay();
-    assert_eq!(differences.iter().map(|d| d.place).collect::<Vec<_>>(), [3]);
+    assert_eq!(differences.iter().map(|d| d.index).collect::<Vec<_>>(), [3]);
 }
 
 proptest! {
@@ -759,7 +759,7 @@ proptest! {
                     echo.object = Some(Arc::clone(&echo.pod));
                     run.input(Input::Update(echo));
                 }
-                (16, _) => _ = run.input(Input::Evicted(shutdown::verdict(9))),
+                (16, _) => _ = run.input(Input::Terminate(shutdown::verdict(9))),
                 (18, _) => {
                     let newest = run.runtime.newest("t").filter(|t| t.state == ContainerState::Running);
                     if let Some(id) = newest.filter(|_| init).map(|t| t.id.clone()) {

@@ -1,7 +1,7 @@
 //! Problems with volumes, and the messages in the pod's events.
 
 use crate::core::fault::{Class, Fault};
-use crate::core::volume::permissions::{self, Giving};
+use crate::core::volume::permissions::{self, OwnershipChange};
 
 /// Why a volume is not available to a pod.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -26,13 +26,13 @@ pub enum Problem {
     },
     /// The change of file ownership to the pod's group is in progress.
     #[error("{}", .0.progress)]
-    Permissions(Giving),
+    Permissions(OwnershipChange),
     /// The disk has another filesystem than requested.
     #[error("{0}")]
     Mismatch(String),
     /// The volume must be expanded before the pod can use it.
     #[error("{step} failed while expanding volume: {why}")]
-    Growth {
+    ExpansionFailed {
         /// The kubelet's name of the waiting step.
         step: &'static str,
         /// Why the expansion failed.
@@ -77,7 +77,7 @@ impl Problem {
             Problem::Step { step, .. } if step.ends_with(".NodeAffinity check") => "FailedMount",
             Problem::Step { step, .. }
             | Problem::Unattached { step, .. }
-            | Problem::Growth { step, .. }
+            | Problem::ExpansionFailed { step, .. }
             | Problem::UnderWay { step, .. }
                 if step.starts_with("MapVolume.") =>
             {
@@ -85,7 +85,7 @@ impl Problem {
             }
             Problem::Step { .. }
             | Problem::Unattached { .. }
-            | Problem::Growth { .. }
+            | Problem::ExpansionFailed { .. }
             | Problem::UnderWay { .. }
             | Problem::Claim(_)
             | Problem::SetUp(_)
@@ -108,7 +108,7 @@ impl Problem {
             Problem::UnderWay { .. }
             | Problem::Permissions(_)
             | Problem::Mismatch(_)
-            | Problem::Growth { .. }
+            | Problem::ExpansionFailed { .. }
             | Problem::Unattached { .. }
             | Problem::Step { .. } => Class::RetryLater,
         }
@@ -123,9 +123,9 @@ impl Problem {
 
     /// A failed expansion.
     #[must_use]
-    pub fn not_grown(why: String) -> Problem {
+    pub fn expansion_failed(why: String) -> Problem {
         let step = "MountVolume.Setup";
-        Problem::Growth { step, why }
+        Problem::ExpansionFailed { step, why }
     }
 
     /// Whether an operation is still in progress, so that there is no result yet.
@@ -141,7 +141,7 @@ impl Problem {
         match self {
             Problem::SetUp(fault) => Problem::Map(fault),
             Problem::UnderWay { why, .. } => Problem::UnderWay { step, why },
-            Problem::Growth { why, .. } => Problem::Growth {
+            Problem::ExpansionFailed { why, .. } => Problem::ExpansionFailed {
                 step: "MapVolume.MarkVolumeAsMounted",
                 why,
             },
@@ -151,7 +151,7 @@ impl Problem {
 
     /// A failed step.
     #[must_use]
-    pub fn at(step: &'static str, why: impl Into<String>) -> Problem {
+    pub fn step_failed(step: &'static str, why: impl Into<String>) -> Problem {
         Problem::Step {
             step,
             of: None,
@@ -162,7 +162,7 @@ impl Problem {
     /// Message of the pod's event. `volume` is the name in the pod spec for problems with the claim, otherwise the name
     /// of the persistent volume, if there is one.
     #[must_use]
-    pub fn told(&self, volume: &str) -> String {
+    pub fn event_message(&self, volume: &str) -> String {
         match self {
             Problem::Claim(why) => {
                 format!(
@@ -172,14 +172,14 @@ impl Problem {
             Problem::SetUp(Fault { message: why, .. }) | Problem::Mismatch(why) => {
                 format!("MountVolume.SetUp failed for volume {volume:?} : {why}")
             }
-            Problem::Permissions(giving) => format!("volume {volume:?}: {}", giving.progress),
+            Problem::Permissions(change) => format!("volume {volume:?}: {}", change.progress),
             Problem::Map(Fault { message: why, .. }) => {
                 format!("MapVolume.SetUpDevice failed for volume {volume:?} : {why}")
             }
             Problem::Unattached { step, why, .. } | Problem::UnderWay { step, why } => {
                 format!("{step} failed for volume {volume:?} : {why}")
             }
-            Problem::Growth { step, why } => {
+            Problem::ExpansionFailed { step, why } => {
                 format!("{step} failed while expanding volume for volume {volume:?} : {why}")
             }
             Problem::Step { step, of, why } => {

@@ -15,7 +15,7 @@ fn made(volume: Value, container: Value) -> Result<ResolvedVolume, Problem> {
         &pod,
         &volume,
         None,
-        Here {
+        NodeProperties {
             memory: 1 << 30,
             label: None,
         },
@@ -56,7 +56,7 @@ fn an_empty_dir_has_the_smallest_of_its_limits() {
             "HugePages",
             json!({"hugepages-2Mi": "4Mi", "hugepages-1Gi": "1Gi"})
         )
-        .is_err_and(|e| e.told("v").contains("multiple"))
+        .is_err_and(|e| e.event_message("v").contains("multiple"))
     );
     // The pod requests huge pages at pod level.
     let volume = json!({"name": "v", "emptyDir": {"medium": "HugePages"}});
@@ -66,9 +66,9 @@ fn an_empty_dir_has_the_smallest_of_its_limits() {
         spec.resources = serde_json::from_value(amounts).expect("amounts");
     }
     let volume = pod::spec(&whole).volumes.as_ref().expect("volumes")[0].clone();
-    let found = resolve(&whole, &volume, None, Here::default()).map(|b| b.source);
+    let found = resolve(&whole, &volume, None, NodeProperties::default()).map(|b| b.source);
     assert_eq!(found, Ok(Source::EmptyDir(Medium::HugePages(2 << 20))));
-    assert!(pages("Tape", json!({})).is_err_and(|e| e.told("v").contains("Tape")));
+    assert!(pages("Tape", json!({})).is_err_and(|e| e.event_message("v").contains("Tape")));
 }
 
 fn claimed(volume: Value, phase: &str) -> Claimed {
@@ -94,7 +94,7 @@ fn a_claimed_volume_has_the_name_and_options_of_its_persistent_volume() {
             &pod,
             &volume,
             Some(&claimed(source, "Bound")),
-            Here {
+            NodeProperties {
                 memory: 0,
                 label: Some("u:r:t:s0"),
             },
@@ -138,7 +138,7 @@ fn a_claimed_volume_has_the_name_and_options_of_its_persistent_volume() {
             json!({}),
             json!({"volumeMounts": [{"name": "v", "mountPath": "/y"}]})
         )
-        .is_err_and(|e| e.told("v").contains("volumeMode Block"))
+        .is_err_and(|e| e.event_message("v").contains("volumeMode Block"))
     );
     assert!(
         of(
@@ -146,7 +146,7 @@ fn a_claimed_volume_has_the_name_and_options_of_its_persistent_volume() {
             json!({}),
             json!({})
         )
-        .is_err_and(|e| e.told("v").contains("another claim"))
+        .is_err_and(|e| e.event_message("v").contains("another claim"))
     );
     // The claim is exclusive and the containers' label is known, so the mount is labelled.
     let disk = json!({"fc": {"wwids": ["w"]}, "accessModes": ["ReadWriteOncePod"], "mountOptions": ["noatime"]});
@@ -161,20 +161,20 @@ fn a_claimed_volume_has_the_name_and_options_of_its_persistent_volume() {
     );
     assert!(
         of(json!({"cephfs": {"monitors": []}}), json!({}), json!({})).is_err_and(|e| {
-            let said = e.told("v");
-            said.contains("no volume plugin matched") && said.contains("does not support")
+            let message = e.event_message("v");
+            message.contains("no volume plugin matched") && message.contains("does not support")
         })
     );
-    let told = |e: Problem| {
-        let (said, reason) = (e.told("v"), e.reason());
+    let is_rejected = |e: Problem| {
+        let (message, reason) = (e.event_message("v"), e.reason());
         let mut words = "no volume plugin matched|deprecated|example.test/x|CSI".split('|');
-        reason == "FailedMount" && words.all(|word| said.contains(word))
+        reason == "FailedMount" && words.all(|word| message.contains(word))
     };
     let flex = json!({"flexVolume": {"driver": "example.test/x"}});
-    assert!(of(flex.clone(), json!({}), json!({})).is_err_and(told));
+    assert!(of(flex.clone(), json!({}), json!({})).is_err_and(is_rejected));
     let mut inline = json!({"name": "v"});
     json_patch::merge(&mut inline, &flex);
-    assert!(made(inline, json!({})).is_err_and(told));
+    assert!(made(inline, json!({})).is_err_and(is_rejected));
 }
 
 #[test]
@@ -183,19 +183,19 @@ fn unusable_claims_are_rejected_with_the_cause() {
     let by_claim = volume(json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}}));
     let p = pod(json!({"name": "v"}), json!({}));
     assert_eq!(
-        usable(&p, &by_claim, &claimed(json!({}), "Bound").claim),
+        check_claim(&p, &by_claim, &claimed(json!({}), "Bound").claim),
         Ok("pv".into())
     );
     assert_eq!(
-        usable(&p, &by_claim, &claimed(json!({}), "Pending").claim),
+        check_claim(&p, &by_claim, &claimed(json!({}), "Pending").claim),
         Err(Problem::Claim(
             "error processing PVC n/c: PVC is not bound".into()
         ))
     );
     let ephemeral = volume(json!({"name": "v", "ephemeral": {}}));
     assert!(
-        usable(&p, &ephemeral, &claimed(json!({}), "Bound").claim)
-            .is_err_and(|e| e.told("v").contains("(pod is not owner)"))
+        check_claim(&p, &ephemeral, &claimed(json!({}), "Bound").claim)
+            .is_err_and(|e| e.event_message("v").contains("(pod is not owner)"))
     );
 }
 
@@ -208,24 +208,26 @@ fn a_failed_step_names_the_persistent_volume() {
             .expect("a node")
     };
     let mut claimed = claimed(source, "Bound");
-    assert_eq!(reached(&claimed, Some(&node("a"))), Ok(()));
-    assert_eq!(reached(&claimed, None), Ok(()));
-    let problem = reached(&claimed, Some(&node("b"))).expect_err("it is on another node");
+    assert_eq!(check_node_affinity(&claimed, Some(&node("a"))), Ok(()));
+    assert_eq!(check_node_affinity(&claimed, None), Ok(()));
+    let problem =
+        check_node_affinity(&claimed, Some(&node("b"))).expect_err("it is on another node");
     assert_eq!(
-        problem.told("v"),
+        problem.event_message("v"),
         "MountVolume.NodeAffinity check failed for volume \"pv\" : no matching NodeSelectorTerms"
     );
     assert_eq!(problem.reason(), "FailedMount");
     claimed.volume.spec.as_mut().expect("a spec").volume_mode = Some("Block".into());
-    let problem = reached(&claimed, Some(&node("b"))).expect_err("it is on another node");
+    let problem =
+        check_node_affinity(&claimed, Some(&node("b"))).expect_err("it is on another node");
     // The only problem of a block device with this reason.
     assert_eq!(problem.reason(), "FailedMount");
     assert_eq!(
-        Problem::at("MapVolume.MapPodDevice", "no").reason(),
+        Problem::step_failed("MapVolume.MapPodDevice", "no").reason(),
         "FailedMapVolume"
     );
     assert_eq!(
-        Problem::at("MountVolume.MountDevice", "no").told("pv"),
+        Problem::step_failed("MountVolume.MountDevice", "no").event_message("pv"),
         "MountVolume.MountDevice failed for volume \"pv\" : no"
     );
 }
@@ -243,7 +245,7 @@ fn an_unattached_volume_is_reported_as_the_waiting_step() {
         };
         assert_eq!(problem.reason(), reason);
         assert_eq!(
-            problem.told("pv"),
+            problem.event_message("pv"),
             format!("{step} failed for volume \"pv\" : no")
         );
     }
@@ -270,10 +272,10 @@ fn an_operation_in_progress_is_reported_and_is_no_failure() {
         ),
     ] {
         assert_eq!(problem.reason(), reason);
-        let told = format!("{step} failed for volume \"pv\" : w");
+        let text = format!("{step} failed for volume \"pv\" : w");
         assert_eq!(
-            (problem.told("pv"), problem.to_string()),
-            (told, "w".into())
+            (problem.event_message("pv"), problem.to_string()),
+            (text, "w".into())
         );
         assert_eq!(problem.is_under_way(), is_under_way);
     }
@@ -294,7 +296,7 @@ fn a_mapped_device_is_reported_with_its_map_paths() {
             &pod,
             &volume,
             Some(&claimed(spec, "Bound")),
-            Here::default(),
+            NodeProperties::default(),
         );
         resolved.expect("a device").mapped(Path::new("/r"), "u")
     };
@@ -335,7 +337,7 @@ fn mount_options_come_from_the_annotation_or_the_spec() {
         let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
         let mut claimed = claimed(source, "Bound");
         claimed.volume.metadata.annotations = serde_json::from_value(annotations).expect("a map");
-        resolve(&pod, &volume, Some(&claimed), Here::default())
+        resolve(&pod, &volume, Some(&claimed), NodeProperties::default())
     };
     let named = json!({"volume.beta.kubernetes.io/mount-options": "soft,,noatime"});
     let nfs = json!({"nfs": {"server": "s", "path": "/x"}, "mountOptions": ["hard"]});
@@ -352,7 +354,7 @@ fn mount_options_come_from_the_annotation_or_the_spec() {
         of(host(json!([])), named),
     ] {
         assert_eq!(
-            refused.expect_err("a rejection").told("v"),
+            refused.expect_err("a rejection").event_message("v"),
             "MountVolume.MountOptionSupport check failed for volume \"pv\" : mount options are not supported for this volume type"
         );
     }

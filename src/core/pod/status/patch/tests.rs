@@ -10,7 +10,7 @@ fn a_terminal_status_in_the_api_is_not_overwritten() {
         host_ip: Some(phase.into()),
         ..PodStatus::default()
     };
-    let told = of("Failed", Some("Evicted"), None);
+    let published = of("Failed", Some("Evicted"), None);
     let cases = [
         ("Running", None, None, false),
         ("Pending", None, None, false),
@@ -22,13 +22,14 @@ fn a_terminal_status_in_the_api_is_not_overwritten() {
     for (phase, reason, message, is_written) in cases {
         let wanted = of(phase, reason, message);
         let expected = PodStatus {
-            phase: told.phase.clone(),
-            reason: told.reason.clone(),
+            phase: published.phase.clone(),
+            reason: published.reason.clone(),
             message: None,
             ..wanted.clone()
         };
         let expected = is_written.then_some(expected);
-        let allowed = allowed(&Pod::default(), &told, &wanted).map(std::borrow::Cow::into_owned);
+        let allowed =
+            allowed(&Pod::default(), &published, &wanted).map(std::borrow::Cow::into_owned);
         assert_eq!(allowed, expected, "{phase} {reason:?}");
         let lives = of("Running", None, None);
         let over_running = super::allowed(&Pod::default(), &lives, &wanted);

@@ -345,7 +345,7 @@ fn grow(draw: &mut Draw<'_>) {
     let claim: PersistentVolumeClaim = serde_json::from_value(claim).expect("a claim");
     let volume: PersistentVolume = serde_json::from_value(volume).expect("a volume");
     let _ = (
-        claims::growth(&volume, &claim),
+        claims::pending_expansion(&volume, &claim),
         claims::satisfies(&volume, &claim),
     );
 }

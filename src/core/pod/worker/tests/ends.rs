@@ -40,13 +40,13 @@ fn is_published_as_terminal(run: &Run, phase: &str) {
     assert_eq!(run.phase(), phase);
     assert_eq!(status.reason.as_deref(), Some("Evicted"));
     assert_eq!(status.message.as_deref(), Some("m"));
-    let told = &status.container_statuses.as_ref().expect("statuses")[0];
-    assert_eq!(told.container_id.as_deref(), Some("containerd://old"));
-    assert_eq!(told.restart_count, 3);
-    let ended = told.state.as_ref().and_then(|s| s.terminated.as_ref());
+    let container = &status.container_statuses.as_ref().expect("statuses")[0];
+    assert_eq!(container.container_id.as_deref(), Some("containerd://old"));
+    assert_eq!(container.restart_count, 3);
+    let ended = container.state.as_ref().and_then(|s| s.terminated.as_ref());
     assert_eq!(ended.map(|t| t.exit_code), Some(7));
-    let told = run.published.iter().map(|s| s.phase.as_deref());
-    assert!(told.clone().all(|p| p == Some(phase)), "{told:?}");
+    let phases = run.published.iter().map(|s| s.phase.as_deref());
+    assert!(phases.clone().all(|p| p == Some(phase)), "{phases:?}");
 }
 
 /// A virtual node lost power: the runtime may have nothing of the pod, or may have started it again.
@@ -102,11 +102,11 @@ fn container_exits_are_reported_after_a_foreign_terminal_phase() {
     run.settle();
     let status = &run.worker.status;
     assert_eq!((run.phase(), run.runtime.live().count()), ("Failed", 0));
-    let told = &status.container_statuses.as_ref().expect("statuses")[0];
-    let ended = told.state.as_ref().and_then(|s| s.terminated.as_ref());
+    let container = &status.container_statuses.as_ref().expect("statuses")[0];
+    let ended = container.state.as_ref().and_then(|s| s.terminated.as_ref());
     assert_eq!(ended.map(|t| t.exit_code), Some(143));
-    let mut told = run.published.iter().map(|s| s.phase.as_deref());
-    assert!(told.all(|p| p == Some("Failed")));
+    let mut phases = run.published.iter().map(|s| s.phase.as_deref());
+    assert!(phases.all(|p| p == Some("Failed")));
 }
 
 /// Simulation seed 1898: while the watch was delayed, another client wrote a terminal status. That status has container
@@ -142,9 +142,9 @@ fn a_late_foreign_terminal_status_does_not_revert_container_statuses() {
     assert_eq!(own, Some("Succeeded"));
     run.published.clear();
     let waits = json!({"name": "c", "image": "i", "imageID": "", "ready": false, "restartCount": 0, "state": {"waiting": {}}});
-    let told = json!({"phase": "Failed", "reason": "NodeLost", "message": "m", "startTime": "2023-11-14T22:13:20Z",
+    let foreign = json!({"phase": "Failed", "reason": "NodeLost", "message": "m", "startTime": "2023-11-14T22:13:20Z",
         "conditions": [{"type": "Initialized", "status": "False"}], "containerStatuses": [waits]});
-    run.input(Input::Update(with(2, told)));
+    run.input(Input::Update(with(2, foreign)));
     later(&mut run);
     run.settle();
     assert!(run.worker.terminal_status_published());
@@ -174,7 +174,7 @@ fn a_preempted_pods_phase_follows_its_containers() {
         let spec = json!({"containers": [{"name": "c", "image": "i"}]});
         let mut run = Run::new(a_pod(spec, json!({})));
         run.settle();
-        run.input(Input::Evicted(Verdict {
+        run.input(Input::Terminate(Verdict {
             cause,
             reason: "R".into(),
             message: "M".into(),

@@ -88,11 +88,11 @@ fn an_event_counts_only_if_it_reports_an_unknown_state() {
             known.state = state;
             observed.containers.push(known);
         }
-        let told = event_effect(Some(&observed), &in_flight, &event(id, kind));
-        assert_eq!(told, expected, "{state:?} {in_flight:?} {id} {kind:?}");
+        let effect = event_effect(Some(&observed), &in_flight, &event(id, kind));
+        assert_eq!(effect, expected, "{state:?} {in_flight:?} {id} {kind:?}");
     }
-    let told = event_effect(None, &[], &event("c0", EventKind::Created));
-    assert_eq!(told, Observe, "nothing has been observed yet");
+    let effect = event_effect(None, &[], &event("c0", EventKind::Created));
+    assert_eq!(effect, Observe, "nothing has been observed yet");
 }
 
 /// A start whose events arrive before its calls return needs no more observations than a start without events.
@@ -110,14 +110,14 @@ fn events_of_the_workers_own_operations_need_no_observation() {
             run.outcome(&op),
             if making == Key::Sandbox { "box0" } else { "c0" },
         );
-        run.input(Input::Happened(event(id, EventKind::Created)));
-        run.input(Input::Happened(event(id, EventKind::Started)));
+        run.input(Input::RuntimeEvent(event(id, EventKind::Created)));
+        run.input(Input::RuntimeEvent(event(id, EventKind::Started)));
         run.done(&making, made);
     }
     run.settle();
     assert_eq!(run.phase(), "Running");
     assert_eq!(run.count(&Key::Observe), silent.count(&Key::Observe));
-    let late = run.input(Input::Happened(event("c0", EventKind::Started)));
+    let late = run.input(Input::RuntimeEvent(event("c0", EventKind::Started)));
     assert!(late.unchanged, "the event is repeated");
     assert_eq!(run.record.replay(), vec![]);
 }
@@ -131,14 +131,14 @@ fn an_unrelated_event_is_observed_when_the_operation_completes() {
     run.settle_but(|op| op.key() == Key::Sandbox);
     let op = run.waiting[0].clone();
     let made = run.outcome(&op);
-    run.input(Input::Happened(event("other", EventKind::Started)));
+    run.input(Input::RuntimeEvent(event("other", EventKind::Started)));
     let looked = run.count(&Key::Observe);
     assert_eq!(looked, 1, "it may be about the sandbox");
     run.done(&Key::Sandbox, made);
     assert_eq!(run.count(&Key::Observe), looked + 1);
     run.settle();
     let looked = run.count(&Key::Observe);
-    run.input(Input::Happened(event("other", EventKind::Started)));
+    run.input(Input::RuntimeEvent(event("other", EventKind::Started)));
     assert_eq!(
         run.count(&Key::Observe),
         looked + 1,
@@ -183,7 +183,7 @@ fn an_observed_exit_is_not_reverted_by_an_older_response() {
     let made = container("c", 0, "box0", 0);
     run.runtime.containers.push(made.clone());
     run.exit("c0", 3);
-    run.input(Input::Happened(event("c0", EventKind::Stopped)));
+    run.input(Input::RuntimeEvent(event("c0", EventKind::Stopped)));
     run.settle_but(|op| op.key() == start("c"));
     let (id, seen) = ("c0".into(), Some(Box::new(made)));
     run.done(&start("c"), Outcome::Started { id, seen });

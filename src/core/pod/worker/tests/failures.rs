@@ -54,12 +54,12 @@ fn pass(run: &mut Run) {
 }
 
 /// Whether a failed start is retried as soon as this change arrives.
-fn is_tried_again(class: Class, news: impl FnOnce(&mut Run)) -> bool {
+fn is_retried_after(class: Class, change: impl FnOnce(&mut Run)) -> bool {
     let mut run = starting();
     run.done(&start("c"), waits(class));
     pass(&mut run);
     let begun = run.count(&start("c"));
-    news(&mut run);
+    change(&mut run);
     run.settle();
     let tries = run.count(&start("c")) - begun;
     assert!(tries <= 1, "{class:?}");
@@ -74,7 +74,7 @@ fn a_failed_start_is_retried_when_its_missing_object_appears() {
         (Class::RetryLater, false),
         (Class::Final, false),
     ] {
-        let tried = is_tried_again(class, |run| {
+        let tried = is_retried_after(class, |run| {
             let (begun, refreshed) = (run.count(&start("c")), run.count(&Key::Volumes));
             run.input(Input::VolumesChanged);
             assert_eq!(run.count(&start("c")), begun, "not before the refresh");
@@ -153,7 +153,7 @@ fn a_changed_annotation_causes_a_retry() {
     ] {
         let spec = json!({"containers": [{"name": "c", "image": "i"}]});
         let metadata = json!({"annotations": {"a": "b"}, "resourceVersion": "2"});
-        let tried = is_tried_again(class, |run| {
+        let tried = is_retried_after(class, |run| {
             run.input(Input::Update(a_pod(spec, metadata)));
         });
         assert_eq!(tried, again, "{class:?}");

@@ -18,7 +18,7 @@ fn running(policy: &str) -> Run {
 }
 
 /// The observed generation, and the status's conditions about the resize: type, reason and message.
-fn told(run: &Run) -> (i64, Vec<(String, String, String)>) {
+fn resize_status(run: &Run) -> (i64, Vec<(String, String, String)>) {
     let status = &run.worker.status;
     let conditions = status.conditions.iter().flatten();
     let resizes = conditions.filter(|c| c.type_.starts_with("PodResize"));
@@ -49,21 +49,21 @@ fn updated(run: &mut Run, update: Update) {
 fn the_observed_generation_follows_the_resize_decision() {
     let mut run = running("NotRequired");
     updated(&mut run, sized(2, "2", "NotRequired"));
-    run.settle_but(|op| matches!(op, Op::Grow));
+    run.settle_but(|op| matches!(op, Op::RequestResize));
     assert_eq!(
-        told(&run),
+        resize_status(&run),
         (1, vec![]),
         "a client that waits would think it is done"
     );
     run.settle_but(|op| matches!(op, Op::Resize { .. }));
-    assert_eq!(told(&run), (2, one("PodResizeInProgress", "", "")));
+    assert_eq!(resize_status(&run), (2, one("PodResizeInProgress", "", "")));
     run.done(&Key::Resize, Outcome::Failed(Fault::later("too small")));
     let error = one("PodResizeInProgress", "Error", "too small");
-    assert_eq!(told(&run), (2, error));
+    assert_eq!(resize_status(&run), (2, error));
     // Another agent takes over during the resize.
     let mut run = run.restarted();
     run.settle();
-    assert_eq!(told(&run), (2, vec![]));
+    assert_eq!(resize_status(&run), (2, vec![]));
     let resources = run.worker.status.container_statuses.as_ref();
     let resources = resources.and_then(|all| all[0].resources.clone());
     assert_eq!(json!(resources), json!({"requests": {"cpu": "2"}}));
@@ -73,47 +73,64 @@ fn the_observed_generation_follows_the_resize_decision() {
 fn a_deferred_resize_is_observed_and_the_old_size_stays() {
     let mut run = running("NotRequired");
     updated(&mut run, sized(2, "64", "NotRequired"));
-    run.done(&Key::Grow, no_room());
+    run.done(&Key::ResizeRequest, no_room());
     run.settle();
     let pending = one("PodResizePending", "Deferred", "no room");
-    assert_eq!(told(&run), (2, pending));
+    assert_eq!(resize_status(&run), (2, pending));
     assert_eq!(run.count(&Key::Resize), 0);
     // The request is withdrawn.
     updated(&mut run, sized(3, "1", "NotRequired"));
     run.settle();
-    assert_eq!((told(&run), run.count(&Key::Resize)), ((3, vec![]), 0));
+    assert_eq!(
+        (resize_status(&run), run.count(&Key::Resize)),
+        ((3, vec![]), 0)
+    );
 }
 
 /// The node's ledger is an actor: it may queue or allocate a size that the pod no longer requests.
 #[test]
 fn the_node_is_notified_of_a_withdrawn_resize() {
-    let withdrawals = |run: &Run| run.waiting.iter().filter(|op| **op == Op::Withdraw).count();
+    let cancellations = |run: &Run| {
+        run.waiting
+            .iter()
+            .filter(|op| **op == Op::CancelResize)
+            .count()
+    };
     for deferred in [true, false] {
         let mut run = running("NotRequired");
-        assert_eq!(withdrawals(&run), 0);
+        assert_eq!(cancellations(&run), 0);
         updated(&mut run, sized(2, "64", "NotRequired"));
-        assert!(run.waiting.contains(&Op::Grow));
+        assert!(run.waiting.contains(&Op::RequestResize));
         if deferred {
-            run.done(&Key::Grow, no_room());
+            run.done(&Key::ResizeRequest, no_room());
         }
         updated(&mut run, sized(3, "1", "NotRequired"));
-        assert_eq!(withdrawals(&run), 1, "deferred: {deferred}");
-        assert!(!run.waiting.contains(&Op::Grow));
+        assert_eq!(cancellations(&run), 1, "deferred: {deferred}");
+        assert!(!run.waiting.contains(&Op::RequestResize));
         // Resources that were freed meanwhile are not requested.
-        run.input(Input::RoomFreed);
-        let asked = run.count(&Key::Grow);
+        run.input(Input::ResourcesFreed);
+        let requests = run.count(&Key::ResizeRequest);
         run.settle();
-        assert_eq!((told(&run), run.count(&Key::Grow)), ((3, vec![]), asked));
+        assert_eq!(
+            (resize_status(&run), run.count(&Key::ResizeRequest)),
+            ((3, vec![]), requests)
+        );
         // Another size is requested after the withdrawal, not at the same time.
         updated(&mut run, sized(4, "64", "NotRequired"));
         updated(&mut run, sized(5, "1", "NotRequired"));
         updated(&mut run, sized(6, "2", "NotRequired"));
         assert_eq!(
-            (withdrawals(&run), run.waiting.contains(&Op::Grow)),
+            (
+                cancellations(&run),
+                run.waiting.contains(&Op::RequestResize)
+            ),
             (0, true)
         );
         run.settle();
-        assert_eq!((told(&run), run.count(&Key::Resize)), ((6, vec![]), 1));
+        assert_eq!(
+            (resize_status(&run), run.count(&Key::Resize)),
+            ((6, vec![]), 1)
+        );
     }
 }
 
@@ -121,12 +138,16 @@ fn the_node_is_notified_of_a_withdrawn_resize() {
 fn a_resize_deferred_while_resources_are_freed_is_requested_again() {
     let mut run = running("NotRequired");
     updated(&mut run, sized(2, "64", "NotRequired"));
-    run.settle_but(|op| matches!(op, Op::Grow));
-    run.input(Input::RoomFreed);
-    run.done(&Key::Grow, no_room());
-    assert!(run.waiting.contains(&Op::Grow), "{:?}", run.waiting);
+    run.settle_but(|op| matches!(op, Op::RequestResize));
+    run.input(Input::ResourcesFreed);
+    run.done(&Key::ResizeRequest, no_room());
+    assert!(
+        run.waiting.contains(&Op::RequestResize),
+        "{:?}",
+        run.waiting
+    );
     run.settle();
-    assert_eq!(told(&run), (2, vec![]));
+    assert_eq!(resize_status(&run), (2, vec![]));
 }
 
 #[test]
@@ -137,9 +158,12 @@ fn a_size_requested_during_a_resize_gets_its_own_resize() {
     updated(&mut run, sized(3, "3", "NotRequired"));
     run.settle_but(|op| matches!(op, Op::Resize { .. }));
     run.done(&Key::Resize, Outcome::Done);
-    assert_eq!(told(&run), (3, one("PodResizeInProgress", "", "")));
+    assert_eq!(resize_status(&run), (3, one("PodResizeInProgress", "", "")));
     run.settle();
-    assert_eq!((told(&run), run.count(&Key::Resize)), ((3, vec![]), 2));
+    assert_eq!(
+        (resize_status(&run), run.count(&Key::Resize)),
+        ((3, vec![]), 2)
+    );
 }
 
 #[test]
@@ -152,9 +176,12 @@ fn the_cgroup_is_resized_after_a_container_restarts_for_its_resize() {
         0,
         "its usage may exceed the new size"
     );
-    assert_eq!(told(&run), (2, one("PodResizeInProgress", "", "")));
+    assert_eq!(resize_status(&run), (2, one("PodResizeInProgress", "", "")));
     run.settle();
-    assert_eq!((told(&run), run.count(&Key::Resize)), ((2, vec![]), 1));
+    assert_eq!(
+        (resize_status(&run), run.count(&Key::Resize)),
+        ((2, vec![]), 1)
+    );
     let status = run.worker.status.container_statuses.as_ref();
     assert_eq!(status.map(|all| all[0].restart_count), Some(1));
 }
@@ -183,7 +210,7 @@ fn a_failed_resize_is_reverted_after_its_request_is_withdrawn() {
             "the runtime's size is not published"
         );
         let error = one("PodResizeInProgress", "Error", "deadline exceeded");
-        assert_eq!(told(&run), (2, error));
+        assert_eq!(resize_status(&run), (2, error));
         assert_eq!(run.count(&Key::Resize), 1, "it is retried later");
         let (generation, expected, tries) = match taken_back {
             true => (3, "1", 3),
@@ -196,7 +223,7 @@ fn a_failed_resize_is_reverted_after_its_request_is_withdrawn() {
             run.done(&Key::Resize, Outcome::Failed(Fault::later("refused")));
             run.settle();
             assert_eq!(
-                told(&run),
+                resize_status(&run),
                 (3, one("PodResizeInProgress", "Error", "refused"))
             );
             assert_eq!(cpu(&run).as_deref(), Some("1"));
@@ -208,7 +235,7 @@ fn a_failed_resize_is_reverted_after_its_request_is_withdrawn() {
         let resize = |op: &Op| matches!(op, Op::Resize { names, .. } if names == &["c"]);
         assert!(run.waiting.iter().any(resize), "{:?}", run.waiting);
         run.settle();
-        assert_eq!(told(&run), (generation, vec![]));
+        assert_eq!(resize_status(&run), (generation, vec![]));
         assert_eq!(cpu(&run).as_deref(), Some(expected));
         assert_eq!(run.count(&Key::Resize), tries);
     }
@@ -220,7 +247,7 @@ fn a_resize_begun_by_an_earlier_agent_is_reverted() {
     let mut run = running("NotRequired");
     updated(&mut run, sized(2, "2", "NotRequired"));
     run.settle_but(|op| matches!(op, Op::Resize { .. }));
-    assert_eq!(told(&run), (2, one("PodResizeInProgress", "", "")));
+    assert_eq!(resize_status(&run), (2, one("PodResizeInProgress", "", "")));
     let (runtime, status) = (run.runtime, run.worker.status);
     let mut update = sized(3, "1", "NotRequired");
     let mut pod = Pod::clone(&update.pod);
@@ -229,5 +256,8 @@ fn a_resize_begun_by_an_earlier_agent_is_reverted() {
     update.object = Some(Arc::clone(&update.pod));
     let mut run = Run::over(runtime, update);
     run.settle();
-    assert_eq!((told(&run), run.count(&Key::Resize)), ((3, vec![]), 1));
+    assert_eq!(
+        (resize_status(&run), run.count(&Key::Resize)),
+        ((3, vec![]), 1)
+    );
 }

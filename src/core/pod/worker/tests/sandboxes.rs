@@ -13,7 +13,7 @@ fn a_queued_sandbox_does_not_delay_termination() {
     run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
     assert!(matches!(run.worker.state, State::Terminating { .. }));
     let looked = run.count(&Key::Observe);
-    run.done(&Key::Sandbox, Outcome::NotBegun);
+    run.done(&Key::Sandbox, Outcome::Abandoned);
     assert!(matches!(run.worker.state, State::Terminated { .. }));
     run.settle();
     assert_eq!(run.count(&Key::Observe), looked);
@@ -70,7 +70,7 @@ fn a_sandbox_that_appears_after_termination_is_stopped_and_released() {
         run.outcome(&Op::Sandbox { attempt: 0 });
         run.input(match by_event {
             false => Input::Hint,
-            true => Input::Happened(RuntimeEvent {
+            true => Input::RuntimeEvent(RuntimeEvent {
                 pod: "u".into(),
                 id: "box0".into(),
                 kind: EventKind::Started,

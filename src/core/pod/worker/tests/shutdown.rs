@@ -21,7 +21,7 @@ fn a_shutdown_stops_pods_and_shortens_running_grace_periods() {
     let spec = || json!({"terminationGracePeriodSeconds": 600, "restartPolicy": "Always", "containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec(), json!({})));
     run.settle();
-    let turn = run.input(Input::Evicted(verdict(10)));
+    let turn = run.input(Input::Terminate(verdict(10)));
     assert_eq!(turn.wake_at, Some(at(10_000)));
     run.settle();
     let status = &run.worker.status;
@@ -55,7 +55,7 @@ fn a_shutdown_stops_pods_and_shortens_running_grace_periods() {
     let turn = run.input(Input::Update(a_pod(spec(), deleted)));
     assert_eq!(turn.wake_at, Some(at(600_000)));
     run.now = 1000;
-    let turn = run.input(Input::Evicted(verdict(10)));
+    let turn = run.input(Input::Terminate(verdict(10)));
     assert_eq!(
         turn.wake_at,
         Some(at(11_000)),
@@ -75,7 +75,7 @@ fn a_shutdown_stops_pods_and_shortens_running_grace_periods() {
 #[test]
 fn an_eviction_shortens_the_grace_period_of_a_terminating_pod() {
     let evicted = |grace| {
-        Input::Evicted(
+        Input::Terminate(
             Eviction::under_pressure("u", "memory.available", "low".into(), grace).verdict,
         )
     };

@@ -17,7 +17,7 @@ fn with_mirror(policy: &str, version: u32, status: Option<Value>) -> Update {
     update
 }
 
-fn told(phase: &str, reason: Option<&str>, containers: &Value) -> Value {
+fn status_of(phase: &str, reason: Option<&str>, containers: &Value) -> Value {
     json!({"phase": phase, "reason": reason, "message": reason, "startTime": "2023-11-14T00:00:00Z", "conditions": [],
         "containerStatuses": containers})
 }
@@ -69,9 +69,9 @@ fn comes_to(
     assert_eq!(found, expected, "{case}");
     assert_eq!(container.last_state.is_some(), goes_on, "{case}");
     assert_eq!((&status.reason, &status.message), (&None, &None), "{case}");
-    for told in &run.published {
-        let is_whole = told.phase.is_some() && told.reason.is_none();
-        assert!(is_whole, "{case}: {told:?}");
+    for status in &run.published {
+        let is_whole = status.phase.is_some() && status.reason.is_none();
+        assert!(is_whole, "{case}: {status:?}");
     }
 }
 
@@ -82,9 +82,9 @@ fn a_static_pod_unknown_to_the_runtime_starts_from_scratch() {
     let ended = json!({"terminated": {"exitCode": 0, "containerID": "containerd://c4"}});
     let (none, ended) = (json!(null), the_fourth(&ended));
     for (policy, mirror) in [
-        ("Always", told("Failed", Some("NodeAffinity"), &none)),
-        ("Never", told("Failed", Some("Evicted"), &ended)),
-        ("Never", told("Succeeded", None, &ended)),
+        ("Always", status_of("Failed", Some("NodeAffinity"), &none)),
+        ("Never", status_of("Failed", Some("Evicted"), &ended)),
+        ("Never", status_of("Succeeded", None, &ended)),
     ] {
         let case = mirror.to_string();
         let nothing = ObservedPod::default();
@@ -97,10 +97,10 @@ fn a_static_pod_resumes_from_the_runtimes_state() {
     let ended = json!({"terminated": {"exitCode": 0, "containerID": "containerd://c4"}});
     let (none, ended) = (json!(null), the_fourth(&ended));
     let running = the_fourth(&json!({"running": {"startedAt": "2023-11-14T00:00:00Z"}}));
-    let has_ended = || told("Succeeded", None, &ended);
-    let with_machine = || told("Failed", Some("Terminated"), &ended);
-    let runs = || told("Running", None, &running);
-    let refused = || told("Failed", Some("NodeAffinity"), &none);
+    let has_ended = || status_of("Succeeded", None, &ended);
+    let with_machine = || status_of("Failed", Some("Terminated"), &ended);
+    let runs = || status_of("Running", None, &running);
+    let refused = || status_of("Failed", Some("NodeAffinity"), &none);
     let exited = |code| runtime(ContainerState::Exited, code);
     let lives = || runtime(ContainerState::Running, 0);
     let over = ("Succeeded", 0, 4);
@@ -135,7 +135,7 @@ fn a_static_pod_resumes_from_the_runtimes_state() {
 #[test]
 fn a_late_mirror_reverts_nothing() {
     let ended = json!({"terminated": {"exitCode": 0, "containerID": "containerd://c4"}});
-    let mirror = || Some(told("Succeeded", Some("old"), &the_fourth(&ended)));
+    let mirror = || Some(status_of("Succeeded", Some("old"), &the_fourth(&ended)));
     for (runtime, restarts) in [
         (ObservedPod::default(), 0),
         (runtime(ContainerState::Running, 0), 4),

@@ -195,8 +195,11 @@ fn a_container_whose_post_start_hook_failed_is_stopped_before_the_next_one_start
     };
     assert_eq!(run.waiting, [stop], "b is not started");
     let all = run.worker.status.container_statuses.as_ref();
-    let told = &all.expect("statuses")[0];
-    assert!(!told.ready && told.started != Some(true), "{told:?}");
+    let container = &all.expect("statuses")[0];
+    assert!(
+        !container.ready && container.started != Some(true),
+        "{container:?}"
+    );
     run.settle();
     assert!(run.count(&start("b")) == 1 && run.count(&start("a")) > 1);
 }

@@ -68,7 +68,7 @@ fn a_non_blocking_failure_is_retried_when_due() {
     run.settle();
     run.input(Input::VolumesChanged);
     let then = at(run.now + 700);
-    let turn = run.done(&Key::Volumes, Outcome::Again(then));
+    let turn = run.done(&Key::Volumes, Outcome::RetryPart(then));
     assert_eq!(turn.wake_at, Some(then));
     assert_eq!(run.worker.waiting, None);
     run.now += 700;

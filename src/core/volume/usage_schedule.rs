@@ -11,22 +11,22 @@ use std::time::Duration;
 /// as recent as the runtime's statistics (containerd: every 10 s, `stats_collect_period`).
 pub const PERIOD: Duration = Duration::from_secs(4);
 /// Pods due within this time are measured with those due now, so that all pods stay in step with the rounds.
-const EARLY: Duration = Duration::from_millis(500);
-/// A pod's walk takes at most this fraction (1/n) of the time.
-const SHARE: u32 = 20;
+const DUE_TOLERANCE: Duration = Duration::from_millis(500);
+/// Minimum interval of a pod's walks, as a multiple of the duration of its last walk.
+const MIN_INTERVAL_FACTOR: u32 = 20;
 /// Duration above which a walk is a long one; long walks delay only other long walks.
-const LONG: Duration = Duration::from_secs(1);
+const LONG_WALK: Duration = Duration::from_secs(1);
 /// Maximum number of concurrent short walks.
-const SHORT_ONES: usize = 4;
+const MAX_SHORT_WALKS: usize = 4;
 /// Maximum number of concurrent walks of pods whose last walk was long.
-const LONG_ONES: usize = 2;
+const MAX_LONG_WALKS: usize = 2;
 /// Maximum number of concurrent walks in total. Needed because the walks of new pods may become long.
-const MOST: usize = 16;
+const MAX_WALKS: usize = 16;
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Pod {
     /// Start of the walk in progress.
-    begun: Option<Duration>,
+    started: Option<Duration>,
     /// Duration of the last walk.
     took: Duration,
     /// When the next walk is due.
@@ -35,20 +35,20 @@ struct Pod {
 
 impl Pod {
     fn is_long(&self) -> bool {
-        self.took > LONG
+        self.took > LONG_WALK
     }
 
-    fn takes_short_place(&self, now: Duration) -> bool {
-        let young = |begun| now.saturating_sub(begun) <= LONG;
-        !self.is_long() && self.begun.is_some_and(young)
+    fn counts_as_short(&self, now: Duration) -> bool {
+        let is_short_so_far = |begun| now.saturating_sub(begun) <= LONG_WALK;
+        !self.is_long() && self.started.is_some_and(is_short_so_far)
     }
 }
 
 /// The measured pods, by uid.
 #[derive(Debug, Clone, Default)]
-pub struct Counting(BTreeMap<String, Pod>);
+pub struct UsageSchedule(BTreeMap<String, Pod>);
 
-impl Counting {
+impl UsageSchedule {
     /// Selects the pods of `limited` whose walks start now: those that are due, longest overdue first, within the
     /// limits of concurrency.
     pub fn begin<'a>(
@@ -60,13 +60,15 @@ impl Counting {
         let of = |uid: &str| known.get(uid).copied().unwrap_or_default();
         self.0 = limited.map(|uid| (uid.to_owned(), of(uid))).collect();
         // A walk continues after its pod was deleted.
-        let under_way = known.into_iter().filter(|(_, pod)| pod.begun.is_some());
+        let under_way = known.into_iter().filter(|(_, pod)| pod.started.is_some());
         self.0.extend(under_way);
         let count = |counts: &dyn Fn(&Pod) -> bool| self.0.values().filter(|p| counts(p)).count();
-        let mut short = SHORT_ONES.saturating_sub(count(&|p| p.takes_short_place(now)));
-        let mut long = LONG_ONES.saturating_sub(count(&|p| p.begun.is_some() && p.is_long()));
-        let all = MOST.saturating_sub(count(&|p| p.begun.is_some()));
-        let is_due = |pod: &Pod| pod.begun.is_none() && pod.due <= now.saturating_add(EARLY);
+        let mut short = MAX_SHORT_WALKS.saturating_sub(count(&|p| p.counts_as_short(now)));
+        let mut long =
+            MAX_LONG_WALKS.saturating_sub(count(&|p| p.started.is_some() && p.is_long()));
+        let all = MAX_WALKS.saturating_sub(count(&|p| p.started.is_some()));
+        let is_due =
+            |pod: &Pod| pod.started.is_none() && pod.due <= now.saturating_add(DUE_TOLERANCE);
         let mut due: Vec<(&String, &mut Pod)> =
             self.0.iter_mut().filter(|(_, p)| is_due(p)).collect();
         due.sort_by_key(|(_, pod)| pod.due);
@@ -78,20 +80,21 @@ impl Counting {
         };
         let begun = due.into_iter().filter(has_place).take(all);
         let begin = |(uid, pod): (&String, &mut Pod)| {
-            pod.begun = Some(now);
+            pod.started = Some(now);
             uid.clone()
         };
         begun.map(begin).collect()
     }
 
     /// Records the end of a walk, successful or not.
-    pub fn ended(&mut self, uid: &str, now: Duration) {
+    pub fn record_end(&mut self, uid: &str, now: Duration) {
         let Some(pod) = self.0.get_mut(uid) else {
             return;
         };
-        if let Some(begun) = pod.begun.take() {
+        if let Some(begun) = pod.started.take() {
             pod.took = now.saturating_sub(begun);
-            pod.due = begun.saturating_add(PERIOD.max(pod.took.saturating_mul(SHARE)));
+            pod.due =
+                begun.saturating_add(PERIOD.max(pod.took.saturating_mul(MIN_INTERVAL_FACTOR)));
         }
     }
 }
@@ -102,12 +105,12 @@ mod tests {
 
     /// The start times of walks by pod, in milliseconds; `took` is the duration of each pod's walk in milliseconds.
     fn counted(took: &BTreeMap<String, u64>, until: Duration) -> BTreeMap<String, Vec<u64>> {
-        let (mut counting, mut now) = (Counting::default(), Duration::ZERO);
+        let (mut schedule, mut now) = (UsageSchedule::default(), Duration::ZERO);
         let mut ends: BTreeMap<(Duration, String), ()> = BTreeMap::new();
         let mut starts: BTreeMap<String, Vec<u64>> = BTreeMap::new();
         let mut round = Duration::ZERO;
         while now < until {
-            for uid in counting.begin(took.keys().map(String::as_str), now) {
+            for uid in schedule.begin(took.keys().map(String::as_str), now) {
                 let end = now + Duration::from_millis(took[&uid]);
                 let at = u64::try_from(now.as_millis()).expect("short");
                 starts.entry(uid.clone()).or_default().push(at);
@@ -118,7 +121,7 @@ mod tests {
                 Some(at) => {
                     let ((_, uid), ()) = ends.pop_first().expect("one");
                     now = at;
-                    counting.ended(&uid, now);
+                    schedule.record_end(&uid, now);
                 }
                 None => {
                     round += PERIOD;
@@ -178,33 +181,33 @@ mod tests {
         let uids: Vec<String> = (0..50).map(|n| format!("u{n}")).collect();
         let all = || uids.iter().map(String::as_str);
         let second = Duration::from_secs;
-        let mut counting = Counting::default();
+        let mut schedule = UsageSchedule::default();
         let mut under_way = vec![];
         // All pods are new, and no walk completes.
         for now in (0..60).map(|n| second(2 * n)) {
-            under_way.extend(counting.begin(all(), now));
+            under_way.extend(schedule.begin(all(), now));
         }
-        assert_eq!(under_way.len(), MOST);
+        assert_eq!(under_way.len(), MAX_WALKS);
         for (n, uid) in under_way.iter().enumerate() {
-            counting.ended(uid, second(200 + n as u64));
+            schedule.record_end(uid, second(200 + n as u64));
         }
         // Pods that have waited come before measured ones; deleted pods are forgotten.
-        let next = counting.begin(all(), second(100_000));
-        assert!(next.iter().filter(|uid| under_way.contains(uid)).count() <= LONG_ONES);
-        assert_eq!(next.len(), SHORT_ONES + LONG_ONES);
+        let next = schedule.begin(all(), second(100_000));
+        assert!(next.iter().filter(|uid| under_way.contains(uid)).count() <= MAX_LONG_WALKS);
+        assert_eq!(next.len(), MAX_SHORT_WALKS + MAX_LONG_WALKS);
         assert!(
-            counting
+            schedule
                 .begin(std::iter::empty(), second(100_000))
                 .is_empty()
         );
-        assert_eq!(counting.0.len(), next.len(), "only running walks are kept");
+        assert_eq!(schedule.0.len(), next.len(), "only running walks are kept");
         next.iter()
-            .for_each(|uid| counting.ended(uid, second(100_001)));
+            .for_each(|uid| schedule.record_end(uid, second(100_001)));
         assert!(
-            counting
+            schedule
                 .begin(std::iter::empty(), second(100_000))
                 .is_empty()
         );
-        assert!(counting.0.is_empty());
+        assert!(schedule.0.is_empty());
     }
 }
