@@ -340,7 +340,7 @@ async fn a_large_request_does_not_block_a_worker() {
         (code, count)
     };
     let here = |request: Request| Box::pin(server.0.answer(request));
-    let apart = |request: Request| Box::pin(server.0.answer_apart(request));
+    let apart = |request: Request| Box::pin(server.0.answer_offloaded(request));
     assert_eq!(
         turns(&mut here(request(&map))).await,
         (201, 0),

@@ -219,10 +219,10 @@ impl Api {
     fn access(&self, user: &User, spec: &Value) -> bool {
         if let Some(path) = text(spec, &["nonResourceAttributes", "path"]) {
             return text(spec, &["nonResourceAttributes", "verb"]) == Some("get")
-                && self.may_get(user, path);
+                && self.can_get_path(user, path);
         }
         let get = |key: &str| text(spec, &["resourceAttributes", key]).unwrap_or_default();
-        let ask = auth::Ask {
+        let attributes = auth::Attributes {
             verb: get("verb"),
             group: get("group"),
             resource: get("resource"),
@@ -241,7 +241,7 @@ impl Api {
             })
             .unwrap_or_default(),
         };
-        self.may(user, &ask)
+        self.is_allowed(user, &attributes)
     }
 
     /// The status of a TokenReview: the token's user, if the token is issued for one of the requested audiences.

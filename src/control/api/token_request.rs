@@ -3,12 +3,12 @@
 use serde_json::{Value, json};
 
 use super::Api;
-use super::auth::{Ask, User};
+use super::auth::{Attributes, User};
 use super::error::{ApiError, FieldError};
 use super::object::{self, at, list, text};
 use super::read::render;
 use super::resources::Resource;
-use super::restriction::{self, TokenAsk};
+use super::restriction::{self, RequestedToken};
 use super::token::{Bound, ISSUER, Subject};
 use super::write::Written;
 
@@ -141,7 +141,7 @@ impl Api {
     ) -> Result<(), ApiError> {
         let name = bound.and_then(|b| text(b, &["name"])).unwrap_or_default();
         let pod = self.stored(&format!("pods/{namespace}/{name}"));
-        let ask = TokenAsk {
+        let token = RequestedToken {
             account,
             bound,
             pod: pod.as_ref(),
@@ -150,16 +150,16 @@ impl Api {
         let drivers = |source: &restriction::Source<'_>| self.token_audiences(namespace, source);
         // The audience takes the place of the resource, so that a role can allow it to nodes.
         let allowed = |audience: &str| {
-            let ask = Ask {
+            let attributes = Attributes {
                 verb: "request-serviceaccounts-token-audience",
                 resource: audience,
                 namespace,
                 name: account,
-                ..Ask::default()
+                ..Attributes::default()
             };
-            self.rbac.allows(&self.store, user, &ask)
+            self.rbac.allows(&self.store, user, &attributes)
         };
-        restriction::check_token(node, &ask, drivers, allowed)
+        restriction::check_token(node, &token, drivers, allowed)
     }
 
     /// POST `serviceaccounts/<name>/token`.

@@ -257,7 +257,7 @@ mod tests {
     use proptest::sample::select;
 
     use super::*;
-    use crate::control::api::auth::Ask;
+    use crate::control::api::auth::Attributes;
 
     fn words(list: &[&'static str]) -> impl Strategy<Value = Vec<String>> {
         vec(select(list.to_vec()).prop_map(String::from), 0..4)
@@ -294,21 +294,22 @@ mod tests {
                 for resource in &rule.resources {
                     let (resource, sub) = resource.split_once('/').unwrap_or((resource, ""));
                     objects &= names.iter().all(|name| {
-                        let ask = Ask {
+                        let attributes = Attributes {
                             verb,
                             group,
                             resource,
                             sub,
                             name,
-                            ..Ask::default()
+                            ..Attributes::default()
                         };
-                        held.iter().any(|held| held.allows(&ask))
+                        held.iter().any(|held| held.allows(&attributes))
                     });
                 }
             }
         }
-        let may = |verb: &str, path: &str| held.iter().any(|held| held.allows_path(verb, path));
-        let all = |verb: &String| rule.paths.iter().all(|path| may(verb, path));
+        let allows_path =
+            |verb: &str, path: &str| held.iter().any(|held| held.allows_path(verb, path));
+        let all = |verb: &String| rule.paths.iter().all(|path| allows_path(verb, path));
         (objects, rule.verbs.iter().all(all))
     }
 
