@@ -177,7 +177,7 @@ fn delete_options(query: &Query, body: &Value) -> Result<DeleteOptions, ApiError
             "DeleteOptions cannot be handled: json: cannot unmarshal {is} into Go struct field DeleteOptions.{path} of type {expected}"
         )));
     }
-    let asked = query.get("gracePeriodSeconds").map(|text| {
+    let requested = query.get("gracePeriodSeconds").map(|text| {
         text.parse::<i64>().map_err(|_| {
             ApiError::bad_request(format!(
                 "gracePeriodSeconds: {text:?} is not a whole number of seconds"
@@ -186,7 +186,7 @@ fn delete_options(query: &Query, body: &Value) -> Result<DeleteOptions, ApiError
     });
     let grace = match body["gracePeriodSeconds"].as_i64() {
         Some(grace) => Some(grace),
-        None => asked.transpose()?,
+        None => requested.transpose()?,
     };
     if let Some(grace) = grace.filter(|g| *g > MAX_GRACE) {
         return Err(invalid(FieldError::invalid(
@@ -274,8 +274,8 @@ fn mark_deleted(resource: &Resource, object: &mut Value, options: &DeleteOptions
             .unwrap_or(0);
         // A repeated DELETE can only shorten the grace period, and only if it names one (`BeforeDelete` in
         // `staging/src/k8s.io/apiserver/pkg/registry/rest/delete.go`).
-        let asked = if is_pod { options.grace } else { Some(0) };
-        if let Some(grace) = asked.filter(|grace| *grace < old_grace) {
+        let requested = if is_pod { options.grace } else { Some(0) };
+        if let Some(grace) = requested.filter(|grace| *grace < old_grace) {
             let old: Option<jiff::Timestamp> =
                 text(object, &["metadata", "deletionTimestamp"]).and_then(|t| t.parse().ok());
             let new = object::later(old.unwrap_or(time), grace.saturating_sub(old_grace));
@@ -305,7 +305,7 @@ fn mark_deleted(resource: &Resource, object: &mut Value, options: &DeleteOptions
 }
 
 /// A pod's grace period in seconds: 0 if the pod is not bound to a node or is in a terminal phase.
-fn pod_grace(pod: &Value, asked: Option<i64>) -> i64 {
+fn pod_grace(pod: &Value, requested: Option<i64>) -> i64 {
     let unassigned = text(pod, &["spec", "nodeName"])
         .unwrap_or_default()
         .is_empty();
@@ -317,7 +317,7 @@ fn pod_grace(pod: &Value, asked: Option<i64>) -> i64 {
     {
         return 0;
     }
-    asked
+    requested
         .unwrap_or_else(|| {
             pod["spec"]["terminationGracePeriodSeconds"]
                 .as_i64()

@@ -122,7 +122,9 @@ async fn stream(
     }
     let held = api.shares.reserve_stream(&user.name)?;
     let path = request.uri().path().to_owned();
-    let answer = api.by_node(sub, namespace, name, &path, request).await?;
+    let answer = api
+        .forward_to_node(sub, namespace, name, &path, request)
+        .await?;
     Ok(https::held(answer, held))
 }
 

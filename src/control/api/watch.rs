@@ -85,13 +85,13 @@ impl Api {
             query.get("fieldSelector"),
         )?;
         let options = ListOptions::of(query, true)?;
-        let asked = options.revision;
+        let requested = options.revision;
         // An absent revision and 0 name no position: without initial events, the watch begins at the current revision.
-        let anywhere = matches!(asked, None | Some(0));
+        let anywhere = matches!(requested, None | Some(0));
         let state_first = options.initial_events.unwrap_or(anywhere);
-        let position = match asked {
+        let position = match requested {
             _ if anywhere => self.store.revision(),
-            asked => asked.unwrap_or(0),
+            requested => requested.unwrap_or(0),
         };
         // Zero counts as absent.
         let seconds = options.timeout.and_then(|s| u64::try_from(s).ok());
@@ -100,7 +100,7 @@ impl Api {
         let (out, lines) = mpsc::channel(AHEAD);
         let prefix = resource.prefix(namespace);
         // Listed here, not in the task below, so that changes after the response headers are sent as events.
-        let present = (state_first && asked.unwrap_or(0) <= self.store.revision())
+        let present = (state_first && requested.unwrap_or(0) <= self.store.revision())
             .then(|| self.store.list(&prefix));
         let watch = Watch {
             resource,
@@ -115,14 +115,15 @@ impl Api {
         let api = self.clone();
         tokio::spawn(async move {
             // `None` means that the client disconnected. A panic is logged. Either way the watch is closed.
-            let _ = guard(watch.run(api, state_first, present, asked.unwrap_or(0), timeout)).await;
+            let _ =
+                guard(watch.run(api, state_first, present, requested.unwrap_or(0), timeout)).await;
         });
         Ok(lines)
     }
 }
 
 /// The object as it was before a change, with the change's revision.
-fn left(event: &Event) -> Option<Record> {
+fn left_selector(event: &Event) -> Option<Record> {
     let previous = event.previous.as_ref()?;
     let mut object: Value = serde_json::from_slice(&previous.value).ok()?;
     meta(&mut object).insert("resourceVersion".into(), event.revision.to_string().into());
@@ -195,7 +196,7 @@ impl Watch {
                 Err(compacted) => return Some(Err(compacted)),
             };
             for event in &events {
-                self.show(event).await?;
+                self.send_change(event).await?;
             }
             // The client may have named a future revision.
             self.position = self.position.max(complete);
@@ -206,7 +207,7 @@ impl Watch {
     }
 
     /// Sends a change as this watcher's selector sees it.
-    async fn show(&mut self, event: &Event) -> Option<()> {
+    async fn send_change(&mut self, event: &Event) -> Option<()> {
         let before = event
             .previous
             .as_ref()
@@ -215,7 +216,7 @@ impl Watch {
         match (before, after) {
             (false, true) => self.send("ADDED", &event.record).await,
             (true, true) => self.send("MODIFIED", &event.record).await,
-            (true, false) if event.change == Change::Put => match left(event) {
+            (true, false) if event.change == Change::Put => match left_selector(event) {
                 // The object no longer matches: the watcher gets a deletion of the version
                 // it knows, at the revision of the change.
                 Some(record) => self.send("DELETED", &record).await,

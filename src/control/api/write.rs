@@ -273,7 +273,7 @@ impl Api {
                         warnings,
                     });
                 }
-                Err(WriteError::Overtaken) => {}
+                Err(WriteError::Superseded) => {}
                 Err(WriteError::Conflict(_)) if !fixed_name => {}
                 Err(WriteError::Conflict(found)) => return Err(taken(resource, &name, found)),
                 Err(other) => return Err(ApiError::internal(other)),
@@ -340,7 +340,7 @@ impl Api {
         }
         let Some(new) = write.new else { return Ok(()) };
         if let ("CertificateSigningRequest", Some(old)) = (write.resource.kind, write.old)
-            && let Some((verb, signer)) = certificates::needs(write.sub, old, new)
+            && let Some((verb, signer)) = certificates::required_permission(write.sub, old, new)
         {
             self.check_signer(user, verb, signer)?;
         }

@@ -26,7 +26,7 @@ use crate::kubeapi::client::code;
 /// Maximum time without heartbeats (kube-controller-manager's `--node-monitor-grace-period`).
 const GRACE: Duration = Duration::from_secs(50);
 /// How long a node must be missing before its pods are deleted: it may be registering again.
-const GONE: Duration = Duration::from_secs(40);
+const MISSING_GRACE: Duration = Duration::from_secs(40);
 /// Maximum time between reconciliations without changes.
 const PERIOD: Duration = Duration::from_secs(5);
 
@@ -143,7 +143,11 @@ fn unknown(node: &Node, now: Timestamp) -> Option<Value> {
 }
 
 /// When a pod must be deleted because of its node's taints; `None` if it tolerates all of them indefinitely.
-fn ends(tolerations: &[Toleration], taints: &[Taint], now: Timestamp) -> Option<Timestamp> {
+fn eviction_time(
+    tolerations: &[Toleration],
+    taints: &[Taint],
+    now: Timestamp,
+) -> Option<Timestamp> {
     let of = |taint: &Taint| {
         let since = taint.time_added.as_ref().map_or(now, |t| t.0);
         let fitting: Vec<&Toleration> = tolerations
@@ -168,19 +172,19 @@ fn ends(tolerations: &[Toleration], taints: &[Taint], now: Timestamp) -> Option<
 #[derive(Default)]
 struct Heartbeats {
     nodes: HashMap<String, (String, Instant)>,
-    looked: Option<Instant>,
+    observed_at: Option<Instant>,
 }
 
 impl Heartbeats {
     /// Begins an observation and removes deleted nodes. Time in which this process was suspended or blocked is not
     /// counted against nodes, because their heartbeats of that time are not read yet.
-    fn look(&mut self, now: Instant, nodes: &[Arc<Node>]) {
+    fn begin_observation(&mut self, now: Instant, nodes: &[Arc<Node>]) {
         let there: HashSet<&String> = nodes
             .iter()
             .filter_map(|n| n.metadata.name.as_ref())
             .collect();
         self.nodes.retain(|name, _| there.contains(name));
-        let since = self.looked.replace(now).unwrap_or(now);
+        let since = self.observed_at.replace(now).unwrap_or(now);
         let missed = now.duration_since(since).saturating_sub(2 * PERIOD);
         for (_, seen) in self.nodes.values_mut() {
             *seen += missed;
@@ -204,7 +208,7 @@ impl Heartbeats {
     }
 }
 
-fn done(result: Result<(), kube::Error>, what: &str, name: &str) {
+fn log_failure(result: Result<(), kube::Error>, what: &str, name: &str) {
     if let Err(error) = result
         && !matches!(code(&error), Some(404 | 409))
     {
@@ -213,7 +217,7 @@ fn done(result: Result<(), kube::Error>, what: &str, name: &str) {
 }
 
 /// Reconciles a node's conditions and taints, and evicts its pods.
-async fn tend(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict: bool) {
+async fn reconcile_node(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict: bool) {
     let (api, name, now) = (
         Api::<Node>::all(client.clone()),
         node.name_any(),
@@ -230,7 +234,7 @@ async fn tend(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict
         let result = api
             .patch_status(&name, &parameters, &Patch::Strategic(patch))
             .await;
-        done(result.map(|_| ()), "writing a node's conditions", &name);
+        log_failure(result.map(|_| ()), "writing a node's conditions", &name);
     }
     if health == Health::Unreachable {
         for pod in pods {
@@ -240,7 +244,7 @@ async fn tend(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict
     if let Some(taints) = taints(node, health, evict, now) {
         let patch = json!({"metadata": {"resourceVersion": node.metadata.resource_version}, "spec": {"taints": taints}});
         let result = api.patch(&name, &parameters, &Patch::Merge(patch)).await;
-        done(result.map(|_| ()), "tainting a node", &name);
+        log_failure(result.map(|_| ()), "tainting a node", &name);
         // The next reconciliation evicts pods, based on the stored taints.
         return;
     }
@@ -253,7 +257,8 @@ async fn tend(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict
         let mirror = pod
             .annotations()
             .contains_key("kubernetes.io/config.mirror");
-        let over = ends(tolerations, taints.unwrap_or_default(), now).is_some_and(|at| at <= now);
+        let over =
+            eviction_time(tolerations, taints.unwrap_or_default(), now).is_some_and(|at| at <= now);
         if over && !mirror && pod.metadata.deletion_timestamp.is_none() {
             delete(client, pod, &DeleteParams::default()).await;
         }
@@ -276,7 +281,7 @@ async fn unready(client: &Client, pod: &Pod, now: Timestamp) {
     let result = api
         .patch_status(&name, &PatchParams::default(), &Patch::Strategic(patch))
         .await;
-    done(
+    log_failure(
         result.map(|_| ()),
         "setting a pod's Ready condition to False",
         &name,
@@ -297,7 +302,7 @@ async fn delete(client: &Client, pod: &Pod, how: &DeleteParams) {
         pod = name,
         "deleting a pod whose node has a NoExecute taint or was deleted"
     );
-    done(
+    log_failure(
         api.delete(&name, &how).await.map(|_| ()),
         "deleting a pod",
         &name,
@@ -311,7 +316,7 @@ fn node_of(pod: &Pod) -> Option<&str> {
 }
 
 /// Force-deletes the pods of nodes that have been missing for a while, because no agent can stop them.
-async fn collect(client: &Client, caches: &Caches, gone: &mut HashMap<String, Instant>) {
+async fn collect(client: &Client, caches: &Caches, missing_since: &mut HashMap<String, Instant>) {
     let pods = caches.pods.list();
     let named: BTreeSet<&str> = pods.iter().filter_map(|p| node_of(p)).collect();
     let missing: BTreeSet<String> = named
@@ -319,10 +324,12 @@ async fn collect(client: &Client, caches: &Caches, gone: &mut HashMap<String, In
         .filter(|n| caches.nodes.get("", n).is_none())
         .map(Into::into)
         .collect();
-    gone.retain(|node, _| missing.contains(node));
+    missing_since.retain(|node, _| missing.contains(node));
     for node in missing {
-        let since = *gone.entry(node.clone()).or_insert_with(Instant::now);
-        if since.elapsed() < GONE {
+        let since = *missing_since
+            .entry(node.clone())
+            .or_insert_with(Instant::now);
+        if since.elapsed() < MISSING_GRACE {
             continue;
         }
         // The cache may be stale, so the API is read.
@@ -345,13 +352,13 @@ pub(super) async fn run(client: Client, caches: Caches) {
         watcher::Config::default().streaming_lists(),
     );
     leases.synced().await;
-    let (mut heartbeats, mut gone) = (Heartbeats::default(), HashMap::new());
+    let (mut heartbeats, mut missing_since) = (Heartbeats::default(), HashMap::new());
     let mut changes = [caches.nodes.changes()];
     loop {
         changes[0].mark_unchanged();
         let (nodes, pods) = (caches.nodes.list(), caches.pods.list());
         let now = Instant::now();
-        heartbeats.look(now, &nodes);
+        heartbeats.begin_observation(now, &nodes);
         let states: Vec<Health> = nodes
             .iter()
             .map(|node| {
@@ -368,9 +375,9 @@ pub(super) async fn run(client: Client, caches: Caches) {
         }
         for (node, health) in nodes.iter().zip(states) {
             let own = of_node.remove(node.name_any().as_str()).unwrap_or_default();
-            tend(&client, node, &own, health, evict).await;
+            reconcile_node(&client, node, &own, health, evict).await;
         }
-        collect(&client, &caches, &mut gone).await;
+        collect(&client, &caches, &mut missing_since).await;
         any_change(&mut changes, PERIOD).await;
     }
 }
@@ -532,7 +539,7 @@ mod tests {
         let start = Instant::now();
         let mut overdue_at = |seconds: u64| {
             let now = start + Duration::from_secs(seconds);
-            heartbeats.look(now, &nodes);
+            heartbeats.begin_observation(now, &nodes);
             heartbeats.overdue(&node, None, now)
         };
         assert!(!overdue_at(0) && !overdue_at(5) && !overdue_at(10));
@@ -559,7 +566,7 @@ mod tests {
         let of = |tolerations: Value, effect: &str| {
             let tolerations: Vec<Toleration> =
                 serde_json::from_value(tolerations).expect("tolerations");
-            ends(&tolerations, &[taint(effect)], at(1000))
+            eviction_time(&tolerations, &[taint(effect)], at(1000))
         };
         let exists = |seconds: Value| json!({"key": UNREACHABLE, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds});
         assert_eq!(of(json!([]), "NoExecute"), Some(at(1000)));

@@ -110,8 +110,8 @@ impl Storage {
                 found.and_then(|name| self.volumes.iter_mut().find(|v| v.name_any() == name));
             let Some(volume) = volume else {
                 let patch = json!({"metadata": {"annotations": {SELECTED_NODE: node.name_any()}}});
-                let told = claim.annotations().get(SELECTED_NODE) == Some(&node.name_any());
-                wanted.extend((!told).then_some(Wanted::Node(claim, patch)));
+                let is_selected = claim.annotations().get(SELECTED_NODE) == Some(&node.name_any());
+                wanted.extend((!is_selected).then_some(Wanted::Node(claim, patch)));
                 continue;
             };
             if claims::is_for(volume, &claim) {

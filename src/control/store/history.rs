@@ -167,7 +167,7 @@ impl History {
         let oldest = self.oldest(prefix);
         if after < oldest {
             return Err(Compacted {
-                asked: after,
+                requested: after,
                 oldest,
             });
         }

@@ -101,7 +101,7 @@ async fn a_write_whose_required_key_has_changed_is_rejected() {
     };
     assert!(matches!(
         store.write(requires(1)).await,
-        Err(WriteError::Overtaken)
+        Err(WriteError::Superseded)
     ));
     let namespace = store
         .write(put("namespaces/n", Expect::Absent, "n"))
@@ -117,7 +117,7 @@ async fn a_write_whose_required_key_has_changed_is_rejected() {
         store.write(requires(namespace.revision))
     );
     let changed = changed.expect("put");
-    assert!(matches!(late, Err(WriteError::Overtaken)));
+    assert!(matches!(late, Err(WriteError::Superseded)));
     store
         .write(requires(changed.revision))
         .await
@@ -176,7 +176,10 @@ async fn a_reader_behind_its_kinds_history_gets_an_error() {
     let oldest = 6;
     assert_eq!(
         changes(&store, 0, "leases/").expect_err("too old"),
-        Compacted { asked: 0, oldest }
+        Compacted {
+            requested: 0,
+            oldest
+        }
     );
     assert!(store.list_at("leases/", 0).is_err());
     let kept = changes(&store, oldest, "leases/").expect("kept");

@@ -78,15 +78,15 @@ struct Grants {
 
 impl Grants {
     fn add(&mut self, grant: Grant, holders: impl Iterator<Item = Holder>) {
-        let place = self.all.len();
+        let index = self.all.len();
         self.all.push(grant);
         for holder in holders {
-            let places = match holder {
+            let indices = match holder {
                 Holder::User(name) => self.users.entry(name).or_default(),
                 Holder::Group(name) => self.groups.entry(name).or_default(),
             };
-            if places.last() != Some(&place) {
-                places.push(place);
+            if indices.last() != Some(&index) {
+                indices.push(index);
             }
         }
     }
@@ -99,8 +99,8 @@ impl Grants {
             .into_iter()
             .filter_map(|group| self.groups.get(group));
         let of_user = self.users.get(&user.name).into_iter();
-        let places: BTreeSet<usize> = of_user.chain(of_groups).flatten().copied().collect();
-        places.into_iter().map(|place| &self.all[place])
+        let indices: BTreeSet<usize> = of_user.chain(of_groups).flatten().copied().collect();
+        indices.into_iter().map(|index| &self.all[index])
     }
 }
 

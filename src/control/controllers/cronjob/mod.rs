@@ -19,7 +19,7 @@ use super::{Caches, Pending, any_change, controller_of, event};
 use crate::kubeapi::Api;
 use crate::kubeapi::cache::{Key, key, revision};
 use crate::kubeapi::client::code;
-use decide::{Plan, Seen, decide};
+use decide::{Observed, Plan, decide};
 
 const COMPONENT: &str = "cronjob-controller";
 /// Maximum time between reconciliations without changes.
@@ -65,7 +65,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
                 .uid
                 .as_ref()
                 .is_some_and(|uid| settled.contains(uid));
-            turn(&client, &written, (cron, ready), &jobs)
+            reconcile(&client, &written, (cron, ready), &jobs)
         });
         let waits = futures::future::join_all(work).await;
         let most = waits.into_iter().flatten().fold(IDLE, Duration::min);
@@ -74,7 +74,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
 }
 
 /// Reconciles one CronJob. Returns the maximum time until the next reconciliation.
-async fn turn(
+async fn reconcile(
     client: &Client,
     written: &Written,
     (cron, settled): (&CronJob, bool),
@@ -87,14 +87,14 @@ async fn turn(
     let own = jobs.iter().filter(|job| {
         job.metadata.namespace == cron.metadata.namespace && controller_of(&***job) == Some(&*uid)
     });
-    let seen = Seen {
+    let observed = Observed {
         cron,
         jobs: own.map(|j| &**j).collect(),
         zone: zone(cron),
         now: Timestamp::now(),
     };
-    let plan = decide(&seen);
-    match carry_out(client, written, cron, plan).await {
+    let plan = decide(&observed);
+    match execute(client, written, cron, plan).await {
         Ok(wake) => wake,
         Err(error) => {
             tracing::debug!(%error, name = cron.name_any(), "reconcile of a CronJob failed, retrying");
@@ -112,7 +112,7 @@ fn zone(cron: &CronJob) -> Result<TimeZone, String> {
     )
 }
 
-async fn carry_out(
+async fn execute(
     client: &Client,
     written: &Written,
     cron: &CronJob,

@@ -38,8 +38,8 @@ impl World {
     }
 
     /// One reconciliation. Returns false if no step was taken.
-    fn turn(&mut self) -> bool {
-        let plan = decide(&Seen {
+    fn reconcile(&mut self) -> bool {
+        let plan = decide(&Observed {
             job: &self.job,
             pods: self.pods.iter().collect(),
             backoff: self.backoff,
@@ -48,7 +48,7 @@ impl World {
         self.wake = plan.wake;
         let acted = !plan.create.is_empty() || !plan.delete.is_empty() || !plan.release.is_empty();
         for surplus in &plan.delete {
-            if surplus.forgotten {
+            if surplus.untracked {
                 self.release(&surplus.name);
             }
             let at = Some(Time(time(self.now)));
@@ -77,7 +77,7 @@ impl World {
 
     fn settle(&mut self) {
         for _ in 0..20 {
-            if !self.turn() {
+            if !self.reconcile() {
                 return;
             }
         }
@@ -167,7 +167,7 @@ fn a_job_is_complete_after_its_pod_has_succeeded_and_was_counted() {
     // The first reconciliation lists the pod and removes its finalizer; only then is it counted.
     world.pod("p0").status =
         Some(serde_json::from_value(json!({"phase": "Succeeded"})).expect("a status"));
-    world.turn();
+    world.reconcile();
     let uncounted = world.status().uncounted_terminated_pods.expect("a list");
     assert_eq!(uncounted.succeeded, Some(vec!["u0".to_owned()]));
     assert_eq!(
