@@ -232,7 +232,7 @@ pub(super) async fn begin(context: &Context, grown: &Grown) -> Result<(), NotGro
     if !grown.is_followed {
         return Ok(());
     }
-    let told = context.api.claim_resize(grown, Resize::Begun);
+    let told = context.api.publish_resize(grown, Resize::Begun);
     told.await
         .map_err(|e| NotGrown::new(format!("updating the claim's status failed: {e}"), false))
 }
@@ -248,7 +248,7 @@ async fn emit_failure(context: &Context, grown: &Grown, failed: &NotGrown) {
         infeasible: failed.infeasible,
         at: context.clock.now(),
     };
-    if let Err(error) = context.api.claim_resize(grown, step).await {
+    if let Err(error) = context.api.publish_resize(grown, step).await {
         tracing::warn!(%error, namespace, claim, "publishing a failed expansion in the claim's status failed");
     }
 }
@@ -285,7 +285,7 @@ async fn publish_size(context: &Context, grown: &Grown) -> Result<(), NotGrown> 
     if grown.is_told {
         return Ok(());
     }
-    let told = context.api.claim_resize(grown, Resize::Has(&grown.text));
+    let told = context.api.publish_resize(grown, Resize::Has(&grown.text));
     told.await.map_err(|e| {
         let why = format!("mountVolume.NodeExpandVolume update pvc status failed: {e}");
         NotGrown::new(why, false)
