@@ -42,7 +42,7 @@ pub struct Changed<K> {
     ///
     /// An apiserver may store the last update of an object and its deletion within a millisecond. The last state may
     /// then hold data that no other change of the key shows: for a pod, its `deletionGracePeriodSeconds`.
-    pub gone: Option<Arc<K>>,
+    pub deleted: Option<Arc<K>>,
 }
 
 /// A change that a reader has not taken yet. It keeps at most two objects, however many were created and deleted
@@ -99,7 +99,7 @@ impl<K: Resource> ChangeReader<K> {
         let changed = |change: PendingChange<K>| {
             let is_gone = !is_same(change.known.as_deref(), change.now.as_deref());
             Changed {
-                gone: change.known.filter(|_| is_gone),
+                deleted: change.known.filter(|_| is_gone),
                 now: change.now,
             }
         };
@@ -509,7 +509,7 @@ mod tests {
             let grace = metadata.deletion_grace_period_seconds;
             Some((metadata.uid.clone()?, grace))
         };
-        Some((shown(change.gone), shown(change.now)))
+        Some((shown(change.deleted), shown(change.now)))
     }
 
     /// A test case: its name, the events for the pod `p` with uid `a`, and the change that a reader gets.

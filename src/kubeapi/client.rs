@@ -302,8 +302,8 @@ sXUwCgYIKoZIzj0EAwIDSAAwRQIhAIEMtKIQgD8IMAAL5rttV0bQuiVXyyKOmIq7
                 );
                 std::fs::write(&path, text).expect("written");
                 let refused = read(&path, None).await.err();
-                let says = refused.is_some_and(|why| why.contains("extendedKeyUsage"));
-                assert_eq!(says, is_old, "{user}");
+                let mentions_remedy = refused.is_some_and(|why| why.contains("extendedKeyUsage"));
+                assert_eq!(mentions_remedy, is_old, "{user}");
             }
         }
     }

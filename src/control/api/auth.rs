@@ -413,7 +413,7 @@ pub fn forbidden_error(user: &User, attributes: &Attributes<'_>) -> ApiError {
     } else {
         format!(".{}", attributes.group)
     };
-    let whom = if attributes.name.is_empty() {
+    let target = if attributes.name.is_empty() {
         format!("{}{group}", attributes.resource)
     } else {
         format!("{}{group} {:?}", attributes.resource, attributes.name)
@@ -424,7 +424,7 @@ pub fn forbidden_error(user: &User, attributes: &Attributes<'_>) -> ApiError {
         format!("in the namespace {:?}", attributes.namespace)
     };
     ApiError::forbidden(format!(
-        "{whom} is forbidden: User {:?} cannot {} resource {what:?} in API group {:?} {scope}",
+        "{target} is forbidden: User {:?} cannot {} resource {what:?} in API group {:?} {scope}",
         user.name, attributes.verb, attributes.group
     ))
 }

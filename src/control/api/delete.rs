@@ -41,7 +41,7 @@ impl Api {
         let mut marked: Option<Record> = None;
         for _ in 0..RETRIES {
             let fetched = self.fetch(resource, namespace, name);
-            if let Some(marked) = gone_meanwhile(&fetched, marked.as_ref()) {
+            if let Some(marked) = deleted_concurrently(&fetched, marked.as_ref()) {
                 let body = marked.value.clone();
                 return Ok(deleted_answer(resource, true, &Value::Null, body, warnings));
             }
@@ -53,17 +53,23 @@ impl Api {
             let write = restriction::Write::new(kind, (namespace, name), Some(&old), None);
             self.check_writer(user, &write)?;
             let mut new = old.clone();
-            let gone = mark_deleted(resource, &mut new, &options);
+            let is_deleted = mark_deleted(resource, &mut new, &options);
             if options.dry_run {
-                return Ok(deleted_answer(resource, gone, &old, record.value, warnings));
+                return Ok(deleted_answer(
+                    resource,
+                    is_deleted,
+                    &old,
+                    record.value,
+                    warnings,
+                ));
             }
             let key = resource.key(namespace, name);
-            if gone && resource.kind == "Pod" && new != old {
+            if is_deleted && resource.kind == "Pod" && new != old {
                 let written = self.mark(resource, key, record.revision, new).await?;
                 marked = written.or(marked);
                 continue;
             }
-            let done = if gone {
+            let done = if is_deleted {
                 self.remove(resource, key, record.revision, new).await
             } else if new == old {
                 Ok(record)
@@ -73,7 +79,13 @@ impl Api {
             };
             match done {
                 Ok(record) => {
-                    return Ok(deleted_answer(resource, gone, &old, record.value, warnings));
+                    return Ok(deleted_answer(
+                        resource,
+                        is_deleted,
+                        &old,
+                        record.value,
+                        warnings,
+                    ));
                 }
                 Err(WriteError::Conflict(_)) => {}
                 Err(other) => return Err(ApiError::internal(other)),
@@ -327,7 +339,7 @@ fn pod_grace(pod: &Value, requested: Option<i64>) -> i64 {
 }
 
 /// The marked pod, if a concurrent request has removed it: the name no longer exists, or has another uid.
-fn gone_meanwhile<'a>(
+fn deleted_concurrently<'a>(
     fetched: &Result<(Record, Value), ApiError>,
     marked: Option<&'a Record>,
 ) -> Option<&'a Record> {
@@ -344,12 +356,12 @@ fn gone_meanwhile<'a>(
 
 fn deleted_answer(
     resource: &Resource,
-    gone: bool,
+    is_deleted: bool,
     old: &Value,
     value: Bytes,
     warnings: Vec<String>,
 ) -> Written {
-    let body = if gone && !resource.returns_deleted {
+    let body = if is_deleted && !resource.returns_deleted {
         let mut details =
             json!({"name": object::name(old), "kind": resource.plural, "uid": object::uid(old)});
         if !resource.group.is_empty() {

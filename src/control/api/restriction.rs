@@ -542,13 +542,17 @@ pub enum Source<'a> {
 
 /// Whether a pod needs tokens for an audience (empty for the apiserver's own), in
 /// a projected volume or for a CSI driver.
-fn wants(pod: &Value, audience: &str, drivers: impl Fn(&Source<'_>) -> Vec<String>) -> bool {
+fn needs_audience(
+    pod: &Value,
+    audience: &str,
+    drivers: impl Fn(&Source<'_>) -> Vec<String>,
+) -> bool {
     list(pod, &["spec", "volumes"]).iter().any(|volume| {
         let own = list(volume, &["projected", "sources"])
             .iter()
             .filter_map(|s| at(s, &["serviceAccountToken"]))
             .any(|token| text(token, &["audience"]).unwrap_or_default() == audience);
-        let made = || {
+        let ephemeral_claim = || {
             format!(
                 "{}-{}",
                 name(pod),
@@ -556,7 +560,7 @@ fn wants(pod: &Value, audience: &str, drivers: impl Fn(&Source<'_>) -> Vec<Strin
             )
         };
         let source = if at(volume, &["ephemeral", "volumeClaimTemplate"]).is_some() {
-            Some(Source::Claim(made()))
+            Some(Source::Claim(ephemeral_claim()))
         } else if let Some(claim) = text(volume, &["persistentVolumeClaim", "claimName"]) {
             Some(Source::Claim(claim.to_owned()))
         } else {
@@ -621,7 +625,7 @@ pub fn check_token(
         [one] => one.as_str(),
         _ => return refuse("node may only request 0 or 1 audiences"),
     };
-    if wants(pod, audience, drivers) || allowed(audience) {
+    if needs_audience(pod, audience, drivers) || allowed(audience) {
         return Ok(());
     }
     refuse(&format!(

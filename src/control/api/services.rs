@@ -15,7 +15,7 @@ use crate::control::store::Store;
 const NODE_PORTS: RangeInclusive<i64> = 30_000..=32_767;
 /// The first port for automatic allocation. Lower ports are reserved for services
 /// that request a specific port (KEP-3668).
-const FIRST: i64 = 30_086;
+const FIRST_AUTOMATIC_PORT: i64 = 30_086;
 /// How a node port is serialised.
 const NODE_PORT: &[u8] = b"\"nodePort\":";
 
@@ -215,8 +215,8 @@ fn node_ports(store: &Store, service: &mut Value) -> Result<(), ApiError> {
             .iter()
             .filter_map(node_port),
     );
-    let mut free = (FIRST..=*NODE_PORTS.end())
-        .chain(*NODE_PORTS.start()..FIRST)
+    let mut free = (FIRST_AUTOMATIC_PORT..=*NODE_PORTS.end())
+        .chain(*NODE_PORTS.start()..FIRST_AUTOMATIC_PORT)
         .filter(|p| !taken.contains(p));
     let mut full = false;
     for port in ports_of(service).filter(|p| node_port(p).is_none()) {

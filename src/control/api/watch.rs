@@ -21,7 +21,7 @@ use crate::control::store::{Bytes, Change, Compacted, Event, Record};
 use crate::https::guard;
 
 /// Interval of bookmarks, if the client requests them.
-const BOOKMARK: Duration = Duration::from_secs(60);
+const BOOKMARK_INTERVAL: Duration = Duration::from_secs(60);
 /// Duration of a watch without `timeoutSeconds`.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(2700);
 
@@ -30,9 +30,9 @@ const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// Maximum number of lines queued for a client, and of changes read from the history at a time.
 /// It bounds the memory for clients that do not read.
-const AHEAD: usize = 16;
+const MAX_QUEUED: usize = 16;
 /// How long a send may wait for a full queue before the watch is closed.
-const SLOW: Duration = Duration::from_secs(60);
+const SEND_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One line of a watch.
 #[derive(Debug)]
@@ -97,7 +97,7 @@ impl Api {
         let seconds = options.timeout.and_then(|s| u64::try_from(s).ok());
         let seconds = seconds.filter(|s| *s > 0);
         let timeout = seconds.map_or(DEFAULT_TIMEOUT, |s| Duration::from_secs(s).min(MAX_TIMEOUT));
-        let (out, lines) = mpsc::channel(AHEAD);
+        let (out, lines) = mpsc::channel(MAX_QUEUED);
         let prefix = resource.prefix(namespace);
         // Listed here, not in the task below, so that changes after the response headers are sent as events.
         let present = (state_first && requested.unwrap_or(0) <= self.store.revision())
@@ -161,7 +161,7 @@ impl Watch {
                 self.bookmark(true).await?;
             }
         }
-        let mut next_bookmark = Instant::now() + BOOKMARK;
+        let mut next_bookmark = Instant::now() + BOOKMARK_INTERVAL;
         loop {
             head.borrow_and_update();
             if let Err(compacted) = self.catch_up(&api).await? {
@@ -176,7 +176,7 @@ impl Watch {
                 return Some(());
             }
             if due {
-                next_bookmark = now + BOOKMARK;
+                next_bookmark = now + BOOKMARK_INTERVAL;
             }
             tokio::select! {
                 // Cancel-safe: `catch_up` finds a change whose notification is lost here.
@@ -191,16 +191,17 @@ impl Watch {
     /// Sends all changes since the last position.
     async fn catch_up(&mut self, api: &Api) -> Option<Result<(), Compacted>> {
         loop {
-            let (events, complete) = match api.store.changes(self.position, &self.prefix, AHEAD) {
-                Ok(changes) => changes,
-                Err(compacted) => return Some(Err(compacted)),
-            };
+            let (events, complete) =
+                match api.store.changes(self.position, &self.prefix, MAX_QUEUED) {
+                    Ok(changes) => changes,
+                    Err(compacted) => return Some(Err(compacted)),
+                };
             for event in &events {
                 self.send_change(event).await?;
             }
             // The client may have named a future revision.
             self.position = self.position.max(complete);
-            if events.len() < AHEAD {
+            if events.len() < MAX_QUEUED {
                 return Some(Ok(()));
             }
         }
@@ -280,6 +281,6 @@ impl Watch {
 
     async fn line(&mut self, kind: &'static str, object: Bytes) -> Option<()> {
         let sent = self.out.send(Line { kind, object });
-        tokio::time::timeout(SLOW, sent).await.ok()?.ok()
+        tokio::time::timeout(SEND_TIMEOUT, sent).await.ok()?.ok()
     }
 }

@@ -721,7 +721,7 @@ mod tests {
 
     #[test]
     fn released_volumes_are_deleted_only_if_this_process_provisioned_them() {
-        let gone = |more: Value| {
+        let steps_of_orphan = |more: Value| {
             let mut orphan = mine();
             json_patch::merge(&mut orphan, &more);
             observed(vec![], vec![volume(orphan)], DIRECTORY, "Immediate").steps()
@@ -736,15 +736,15 @@ mod tests {
                 .unwrap_or_default()
                 .to_owned(),
         };
-        assert_eq!(phase(&gone(json!({}))), "Released");
+        assert_eq!(phase(&steps_of_orphan(json!({}))), "Released");
         assert_eq!(
-            phase(&gone(
+            phase(&steps_of_orphan(
                 json!({"spec": {"persistentVolumeReclaimPolicy": "Delete"}})
             )),
             "Failed"
         );
         let ours = json!({"metadata": {"annotations": {PROVISIONED_BY: DIRECTORY}}, "spec": {"persistentVolumeReclaimPolicy": "Delete"}});
-        assert_eq!(phase(&gone(ours)), "[Remove");
+        assert_eq!(phase(&steps_of_orphan(ours)), "[Remove");
         for (name, path, fine) in [
             ("pvc-0-1", "/data/pvc-0-1", true),
             ("pvc-..", "/data/pvc-..", false),

@@ -28,10 +28,10 @@ use history::{History, Retention};
 pub use hyper::body::Bytes;
 
 /// Maximum number of writes per commit.
-const BATCH: usize = 128;
+const MAX_BATCH: usize = 128;
 /// How long the committing thread waits for further writes; about as long as a sync. It waits only if several clients
 /// write concurrently: the last commit had more than one write and was less than [`IDLE`] ago.
-const GATHER: Duration = Duration::from_millis(2);
+const GATHER_DELAY: Duration = Duration::from_millis(2);
 const IDLE: Duration = Duration::from_millis(5);
 
 /// Labels and selectable fields of a stored object, so that selectors need not parse its bytes.
@@ -384,10 +384,10 @@ fn commit_loop(
     let mut last_commit: Option<Instant> = None;
     while let Some(first) = requests.blocking_recv() {
         if disk.is_some() && last_commit.is_some_and(|at| at.elapsed() < IDLE) {
-            std::thread::sleep(GATHER);
+            std::thread::sleep(GATHER_DELAY);
         }
         let mut batch = vec![first];
-        while batch.len() < BATCH
+        while batch.len() < MAX_BATCH
             && let Ok(next) = requests.try_recv()
         {
             batch.push(next);

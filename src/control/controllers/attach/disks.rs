@@ -21,7 +21,7 @@ struct Need<'a> {
     /// The volume's unique name in the node's status.
     unique: String,
     /// No other node may use the disk at the same time.
-    alone: bool,
+    exclusive: bool,
 }
 
 /// Whether a unique name belongs to such a disk.
@@ -68,7 +68,7 @@ fn needs<'a>(
                     node,
                     volume: volume.name.clone(),
                     unique,
-                    alone: false,
+                    exclusive: false,
                 });
             }
         }
@@ -79,7 +79,7 @@ fn needs<'a>(
                     node,
                     volume: volume.name_any(),
                     unique,
-                    alone: is_for_one_node(volume),
+                    exclusive: is_for_one_node(volume),
                 });
             }
         }
@@ -127,7 +127,7 @@ pub(super) fn decide(
         let elsewhere =
             |(unique, node): &(String, String)| *unique == need.unique && node != need.node;
         let volume = &need.volume;
-        if !list.contains(&need.unique) && need.alone && taken.iter().any(elsewhere) {
+        if !list.contains(&need.unique) && need.exclusive && taken.iter().any(elsewhere) {
             let message = format!(
                 "Multi-Attach error for volume {volume:?} Volume is already exclusively attached to one node and can't be attached to another"
             );
@@ -229,12 +229,12 @@ mod tests {
             ]
         };
         let (attached, refused) = ("SuccessfulAttachVolume", "FailedAttachVolume");
-        let alone: &[&str] = &["ReadWriteOnce"];
+        let exclusive: &[&str] = &["ReadWriteOnce"];
         // Both pods need the disk at the same time: the first gets it.
         let free = [node("one", &[], &[]), node("two", &[], &[])];
         let both = [first, Arc::clone(&second)];
         assert_eq!(
-            decided(&both, alone, &free),
+            decided(&both, exclusive, &free),
             (on(&disk, &none), vec![attached, refused])
         );
         let many: &[&str] = &["ReadWriteOnce", "ReadOnlyMany"];
@@ -253,7 +253,7 @@ mod tests {
         ] {
             let nodes = [node("one", &in_use, &listed), node("two", &[], &[])];
             assert_eq!(
-                decided(&only, alone, &nodes),
+                decided(&only, exclusive, &nodes),
                 expected,
                 "{in_use:?} {listed:?}"
             );

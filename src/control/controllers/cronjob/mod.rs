@@ -131,7 +131,7 @@ async fn execute(
     if let Some((time, job)) = plan.start.take() {
         match create(client, &api, cron, &job).await {
             Ok(Some(job)) => {
-                written.jobs.wrote(&uid, &job);
+                written.jobs.record_write(&uid, &job);
                 let active = plan.status.active.get_or_insert_default();
                 if active.iter().all(|a| a.uid != job.metadata.uid) {
                     active.push(reference(&job));
@@ -152,7 +152,7 @@ async fn execute(
         let parameters = PostParams::default();
         let name = cron.name_any();
         let cron = crons.replace_status(&name, &parameters, &new).await?;
-        written.crons.wrote(&uid, &cron);
+        written.crons.record_write(&uid, &cron);
     }
     failure.map_or(Ok(plan.wake), Err)
 }
@@ -195,7 +195,7 @@ async fn delete(
         Ok(deleted) => {
             let uid = cron.uid().unwrap_or_default();
             if let Some(job) = deleted {
-                written.jobs.deleted(&uid, &job);
+                written.jobs.record_deletion(&uid, &job);
             }
             let message = format!("Deleted job {name}");
             emit_event(client, cron, "SuccessfulDelete", message).await;

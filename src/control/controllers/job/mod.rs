@@ -131,7 +131,9 @@ async fn reconcile_job(
     } else {
         reconcile(client, memory, job, of).await
     };
-    let pause = memory.retries.note(job, result.is_err(), Instant::now());
+    let pause = memory
+        .retries
+        .record_result(job, result.is_err(), Instant::now());
     result.unwrap_or_else(|error| {
         tracing::debug!(%error, job = job.name_any(), "reconcile of a Job failed, retrying");
         pause
@@ -200,7 +202,7 @@ async fn reconcile(
     let release = plan.release.iter().map(|name| release(&api, name));
     for pod in futures::future::join_all(release).await {
         if let Some(pod) = pod? {
-            memory.pods.deleted(&uid, &pod);
+            memory.pods.record_deletion(&uid, &pod);
         }
     }
     failure.map_or(Ok(plan.wake), Err)
@@ -251,7 +253,7 @@ async fn claim(
         let parameters = PatchParams::default();
         let patched = api.patch(&pod.name_any(), &parameters, &patch).await;
         if let Some(pod) = ignore_conflict(patched)? {
-            memory.pods.wrote(&uid, &pod);
+            memory.pods.record_write(&uid, &pod);
         }
     }
     Ok(true)
@@ -278,7 +280,7 @@ async fn remove(
         let (surplus, deleted) = deleted?;
         let Some(deleted) = deleted else { continue };
         if let Some(pod) = deleted {
-            memory.pods.deleted(&uid, &pod);
+            memory.pods.record_deletion(&uid, &pod);
         }
         let message = format!("Deleted pod: {}", surplus.name);
         emit_event(client, job, "SuccessfulDelete", message).await;
@@ -331,7 +333,7 @@ async fn write(
     let written = api
         .replace_status(&name, &PostParams::default(), &new)
         .await?;
-    memory.jobs.wrote(&uid, &written);
+    memory.jobs.record_write(&uid, &written);
     lock(&memory.failures).insert(uid, plan.backoff);
     for (reason, message) in &plan.events {
         emit_event(client, job, reason, message.clone()).await;

@@ -20,7 +20,7 @@ const FAILURES: &str = "batch.kubernetes.io/job-index-failure-count";
 const IGNORED: &str = "batch.kubernetes.io/job-index-ignored-failure-count";
 const VARIABLE: &str = "JOB_COMPLETION_INDEX";
 /// Maximum length of the prefix of a generated name.
-const LONGEST_PREFIX: usize = 58;
+const MAX_PREFIX_LENGTH: usize = 58;
 
 /// A pod to create.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -147,13 +147,13 @@ pub(super) fn object(job: &Job, new: &New) -> Pod {
 
 fn prefix(name: &str, index: i32) -> String {
     let end = format!("-{index}-");
-    let room = LONGEST_PREFIX - end.len();
+    let room = MAX_PREFIX_LENGTH - end.len();
     let name: String = name.chars().take(room).collect();
     name + &end
 }
 
 fn variables(spec: &mut PodSpec) {
-    let tell = |container: &mut Container| {
+    let add_variable = |container: &mut Container| {
         let env = container.env.get_or_insert_default();
         if env.iter().any(|v| v.name == VARIABLE) {
             return;
@@ -173,5 +173,5 @@ fn variables(spec: &mut PodSpec) {
         });
     };
     let first = spec.init_containers.iter_mut().flatten();
-    first.chain(&mut spec.containers).for_each(tell);
+    first.chain(&mut spec.containers).for_each(add_variable);
 }
