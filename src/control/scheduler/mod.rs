@@ -46,7 +46,8 @@ struct Waiting {
 }
 
 impl Waiting {
-    /// When to evaluate the pod again. `capacity_changed` is when the cluster last changed in a way that may let it fit.
+    /// When to evaluate the pod again. `capacity_changed` is when the cluster last changed in a way that may let the pod
+    /// fit.
     fn due(&self, pod: &Pod, capacity_changed: Instant) -> Instant {
         if self.generation != pod.metadata.generation {
             return self.tried;
