@@ -163,7 +163,7 @@ fn material(target: Target, report: Option<Report>) -> Result<Material, kube::Er
         .layer(config.base_uri_layer())
         .option_layer(config.auth_layer()?)
         .layer(config.extra_headers_layer()?)
-        .service_fn(connections::carried);
+        .service_fn(connections::send_over_pool);
     let open = move || pool::open(&proxy, &tls, report.clone());
     Ok(Material {
         open: Box::new(open),

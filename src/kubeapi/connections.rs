@@ -38,10 +38,10 @@ const MAX_CONCURRENT_REQUESTS: usize = 32;
 /// Maximum number of watches on one connection; an apiserver allows 100 streams.
 const MAX_WATCHES_PER_CONNECTION: usize = 80;
 /// Maximum time until an answer begins, and between two parts of it. A watch may be silent for longer.
-const DEADLINE: Duration = Duration::from_secs(20);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 /// If a caller drops a request after this time, the connection is discarded as after a missed deadline, unless it has
 /// answered another request meanwhile. A heartbeat, for example, waits for ten seconds only.
-const UNANSWERED: Duration = Duration::from_secs(5);
+const ABANDON_TIMEOUT: Duration = Duration::from_secs(5);
 /// Extra time that a watch may last beyond its `timeoutSeconds`. A load balancer keeps a connection open after it has
 /// lost the server behind it.
 const WATCH_MARGIN: Duration = Duration::from_secs(30);
@@ -50,7 +50,7 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum interval between two checks: a client whose watches are silent sends no requests.
 const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(10);
 /// A connection that has answered no request for this long may have been closed.
-const IDLE: Duration = Duration::from_secs(60);
+const MAX_IDLE: Duration = Duration::from_secs(60);
 /// Maximum number of bytes that are read of a refusal.
 const MAX_REFUSAL_BYTES: usize = 4096;
 
@@ -61,7 +61,7 @@ pub(super) type Http = BoxCloneSyncService<Request<Body>, Response<Incoming>, Bo
 pub(super) struct Material {
     /// Opens a new pool of connections.
     pub(super) open: Box<dyn Fn() -> Http + Send + Sync>,
-    /// Adds the headers that all requests have, and passes a request to the pool that it [carries](carried).
+    /// Adds the headers that all requests have, and passes a request to the pool that it [carries](send_over_pool).
     pub(super) front: Http,
     /// The files from which it was read.
     pub(super) files: Vec<PathBuf>,
@@ -75,7 +75,9 @@ pub(super) type Read = Box<dyn Fn() -> BoxFuture<'static, Result<Material, Strin
 struct Pool(Http);
 
 /// Sends a request over the pool in its extensions.
-pub(super) async fn carried(mut request: Request<Body>) -> Result<Response<Incoming>, BoxError> {
+pub(super) async fn send_over_pool(
+    mut request: Request<Body>,
+) -> Result<Response<Incoming>, BoxError> {
     match request.extensions_mut().remove::<Pool>() {
         Some(Pool(http)) => http.oneshot(request).await,
         None => Err("a request was sent without a pool".into()),
@@ -119,7 +121,7 @@ impl Lane {
     }
 
     fn is_warm(&self) -> bool {
-        lock(&self.answered).is_some_and(|at| at.elapsed() < IDLE)
+        lock(&self.answered).is_some_and(|at| at.elapsed() < MAX_IDLE)
     }
 
     fn has_answered_since(&self, then: Instant) -> bool {
@@ -170,7 +172,7 @@ struct Waiting<'a> {
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         let is_silent = || !self.lane.has_answered_since(self.begun);
-        if !self.is_over && self.begun.elapsed() >= UNANSWERED && is_silent() {
+        if !self.is_over && self.begun.elapsed() >= ABANDON_TIMEOUT && is_silent() {
             self.generation.discard(&self.lane);
         }
     }
@@ -316,13 +318,13 @@ impl Shared {
         let what = format!("{} {}", request.method(), request.uri().path());
         let late = || Undelivered::Deadline {
             request: what.clone(),
-            after: DEADLINE,
+            after: ANSWER_TIMEOUT,
         };
         // Watches are not limited: each gets a slot at once.
         let permit = match watch {
             true => None,
             false => Some(
-                timeout(DEADLINE, self.permits.acquire())
+                timeout(ANSWER_TIMEOUT, self.permits.acquire())
                     .await
                     .map_err(|_| late())??,
             ),
@@ -334,12 +336,12 @@ impl Shared {
             generation.request_slot()
         };
         let limit = watch_limit(request.uri());
-        let left = DEADLINE.saturating_sub(begun.elapsed());
+        let left = ANSWER_TIMEOUT.saturating_sub(begun.elapsed());
         let answer = generation.send_within(&slot.0, request, left).await;
         let answer = answer.ok_or_else(late)??;
         drop(permit);
         if answer.status() == StatusCode::TOO_MANY_REQUESTS && !is_json(&answer) {
-            return Err(busy(answer).await.into());
+            return Err(busy_error(answer).await.into());
         }
         let flow = if watch {
             Flow::Watch {
@@ -349,7 +351,7 @@ impl Shared {
             }
         } else {
             Flow::Answer {
-                pause: Box::pin(tokio::time::sleep(DEADLINE)),
+                pause: Box::pin(tokio::time::sleep(ANSWER_TIMEOUT)),
                 request: what,
             }
         };
@@ -385,13 +387,13 @@ fn is_json(answer: &Response<Incoming>) -> bool {
 }
 
 /// Reads a refusal of the apiserver's flow control. It has no Status, and its `Retry-After` header says when to retry.
-async fn busy(answer: Response<Incoming>) -> Undelivered {
+async fn busy_error(answer: Response<Incoming>) -> Undelivered {
     let seconds = answer
         .headers()
         .get(RETRY_AFTER)
         .and_then(|value| value.to_str().ok()?.parse().ok());
     let body = timeout(
-        DEADLINE,
+        ANSWER_TIMEOUT,
         Limited::new(answer.into_body(), MAX_REFUSAL_BYTES).collect(),
     );
     let text = body.await.ok().and_then(Result::ok).map(|b| b.to_bytes());
@@ -460,13 +462,13 @@ impl hyper::body::Body for Answer {
             }
             Flow::Answer { pause, request } => match Pin::new(&mut this.inner).poll_frame(cx) {
                 Poll::Ready(frame) => {
-                    pause.as_mut().reset(Instant::now() + DEADLINE);
+                    pause.as_mut().reset(Instant::now() + ANSWER_TIMEOUT);
                     Poll::Ready(frame.map(|f| f.map_err(Into::into)))
                 }
                 Poll::Pending => pause.as_mut().poll(cx).map(|()| {
                     let late = Undelivered::Deadline {
                         request: std::mem::take(request),
-                        after: DEADLINE,
+                        after: ANSWER_TIMEOUT,
                     };
                     Some(Err(late.into()))
                 }),
@@ -567,7 +569,7 @@ mod tests {
             Box::pin(async move {
                 Ok(Material {
                     open: Box::new(open),
-                    front: BoxCloneSyncService::new(tower::service_fn(carried)),
+                    front: BoxCloneSyncService::new(tower::service_fn(send_over_pool)),
                     files: vec![],
                 })
             })
@@ -651,7 +653,7 @@ mod tests {
                 .await
                 .err()
                 .expect("no answer");
-            assert_eq!(begun.elapsed().as_secs(), DEADLINE.as_secs());
+            assert_eq!(begun.elapsed().as_secs(), ANSWER_TIMEOUT.as_secs());
             let text = error.to_string();
             assert!(text.starts_with(method) && text.ends_with("not answered within 20s"));
             assert_eq!(opened.load(Ordering::Relaxed), pools, "{method} {uri}");

@@ -28,14 +28,14 @@ use super::failure::ApiFailure;
 use crate::core::lock::lock;
 
 /// How long an unused object stays watched: the next pod of a Job often needs the same object.
-const LINGER: Duration = Duration::from_secs(5);
+const UNUSED_RETENTION: Duration = Duration::from_secs(5);
 /// Maximum time that a reader waits for the first answer.
 const FIRST_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Initial and maximum delay after a failed watch.
-const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+const RETRY_PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// Maximum delay after a refusal. Refusals are expected for a moment. An apiserver authorises a node for a pod's
 /// objects a little after it has bound the pod. After its own start, it does so for all pods a little later.
-const FORBIDDEN: Duration = Duration::from_secs(30);
+const MAX_FORBIDDEN_PAUSE: Duration = Duration::from_secs(30);
 /// A reader that requests an object ends the delay, but not before this time: with a new pod, the authorisation may
 /// have arrived.
 const MIN_PAUSE: Duration = Duration::from_secs(1);
@@ -112,10 +112,14 @@ struct Registry<K> {
 impl<K> Registry<K> {
     /// Stops the watches that have been unused for a while; returns when the next one is due.
     fn sweep(&mut self) -> Option<Instant> {
-        let over = |entry: &Entry<K>| entry.idle.is_some_and(|since| since.elapsed() >= LINGER);
+        let over = |entry: &Entry<K>| {
+            entry
+                .idle
+                .is_some_and(|since| since.elapsed() >= UNUSED_RETENTION)
+        };
         self.entries.retain(|_, entry| !over(entry));
         let idle = self.entries.values().filter_map(|entry| entry.idle);
-        idle.min().map(|since| since + LINGER)
+        idle.min().map(|since| since + UNUSED_RETENTION)
     }
 }
 
@@ -333,7 +337,7 @@ async fn follow<K: Referable>(mut watcher: Watcher<K>, name: String, requested: 
 where
     K::DynamicType: Default,
 {
-    let (mut from, mut pause) = (None, PAUSE.0);
+    let (mut from, mut pause) = (None, RETRY_PAUSE.0);
     loop {
         let begun = Instant::now();
         match watcher.list_and_watch(&mut from).await {
@@ -342,12 +346,12 @@ where
                 if watcher.next_registration().await.is_err() {
                     return;
                 }
-                (from, pause) = (None, PAUSE.0);
+                (from, pause) = (None, RETRY_PAUSE.0);
                 continue;
             }
             // Servers end watches after some minutes. If a server ends one at once, the next request waits.
-            Ok(WatchEnd::ForNow) if begun.elapsed() > PAUSE.1 => {
-                pause = PAUSE.0;
+            Ok(WatchEnd::ForNow) if begun.elapsed() > RETRY_PAUSE.1 => {
+                pause = RETRY_PAUSE.0;
                 continue;
             }
             Ok(WatchEnd::ForNow) => {}
@@ -355,15 +359,15 @@ where
             Err(failure) => {
                 tracing::debug!(%failure, kind = K::KIND, name, "watch interrupted, resuming");
                 let most = match failure {
-                    ApiFailure::Forbidden(_) => FORBIDDEN,
-                    _ => PAUSE.1,
+                    ApiFailure::Forbidden(_) => MAX_FORBIDDEN_PAUSE,
+                    _ => RETRY_PAUSE.1,
                 };
                 pause = failure.retry_after().unwrap_or(pause).min(most);
                 watcher.unreachable(failure);
             }
         }
         wait_before_retry(pause, &requested).await;
-        pause = (pause * 2).min(FORBIDDEN);
+        pause = (pause * 2).min(MAX_FORBIDDEN_PAUSE);
     }
 }
 
@@ -549,13 +553,13 @@ mod tests {
             "b"
         );
         drop(two);
-        tokio::time::sleep(LINGER / 2).await;
+        tokio::time::sleep(UNUSED_RETENTION / 2).await;
         assert_eq!(
             watched.len(),
             1,
             "the watch continues for a while without users"
         );
-        tokio::time::sleep(LINGER).await;
+        tokio::time::sleep(UNUSED_RETENTION).await;
         assert!(watched.is_empty());
         until("the watch is closed", || fake.watches() == 0).await;
     }

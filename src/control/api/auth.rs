@@ -231,7 +231,7 @@ fn of_secret(token: &str, claims: &Value, store: &Store) -> Option<User> {
     let same = aws_lc_rs::constant_time::verify_slices_are_equal(&held, token.as_bytes()).is_ok();
     let invalid =
         text(&secret, &["metadata", "labels", INVALID_SINCE]).is_some_and(|t| !t.is_empty());
-    if !same || invalid || super::object::deleting(&secret) {
+    if !same || invalid || super::object::is_deleting(&secret) {
         return None;
     }
     let found = get_valid(
@@ -239,7 +239,7 @@ fn of_secret(token: &str, claims: &Value, store: &Store) -> Option<User> {
         &format!("serviceaccounts/{namespace}/{account}"),
         uid,
     )?;
-    (!super::object::deleting(&found)).then(|| of_account(namespace, account, uid))
+    (!super::object::is_deleting(&found)).then(|| of_account(namespace, account, uid))
 }
 
 /// Label of a Secret whose token is no longer accepted.
@@ -268,7 +268,7 @@ fn of_bootstrap(id: &str, secret: &str, store: &Store) -> Option<User> {
         .ok()
     };
     let kind = text(&object, &["type"]) == Some("bootstrap.kubernetes.io/token")
-        && !super::object::deleting(&object);
+        && !super::object::is_deleting(&object);
     let known = value("token-secret")?;
     let same =
         aws_lc_rs::constant_time::verify_slices_are_equal(known.as_bytes(), secret.as_bytes())

@@ -8,7 +8,7 @@ use super::batch;
 use super::change::bump_generation;
 use super::error::{ApiError, FieldError};
 use super::object;
-use super::object::{deleting, list, meta, text};
+use super::object::{is_deleting, list, meta, text};
 use super::resources::Resource;
 use super::restriction;
 use super::route::Query;
@@ -173,7 +173,7 @@ pub(super) fn is_finished(resource: &Resource, object: &Value) -> bool {
     let graceful = object["metadata"]["deletionGracePeriodSeconds"]
         .as_i64()
         .is_some_and(|g| g > 0);
-    deleting(object) && !held && !graceful
+    is_deleting(object) && !held && !graceful
 }
 
 struct DeleteOptions {
@@ -261,7 +261,7 @@ fn preconditions(resource: &Resource, old: &Value, body: &Value) -> Result<(), A
 
 /// Sets the deletion fields; returns true if the object can be removed immediately.
 fn mark_deleted(resource: &Resource, object: &mut Value, options: &DeleteOptions) -> bool {
-    let was_deleting = deleting(object);
+    let was_deleting = is_deleting(object);
     let policy = options.policy.as_deref().filter(|_| !was_deleting);
     // Only the garbage collector removes these finalizers, and only from kinds whose dependents it tracks.
     if let Some(policy) = policy.filter(|_| resource.has_dependents()) {

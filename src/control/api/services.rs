@@ -23,7 +23,7 @@ fn is(service: &Value, kind: &str) -> bool {
     text(service, &["spec", "type"]).unwrap_or("ClusterIP") == kind
 }
 
-fn may_have_node_ports(service: &Value) -> bool {
+fn can_have_node_ports(service: &Value) -> bool {
     is(service, "NodePort") || is(service, "LoadBalancer")
 }
 
@@ -64,7 +64,7 @@ pub fn carry_over(old: &Value, new: &mut Value) {
             new["spec"][key] = old["spec"][key].clone();
         }
     }
-    if !may_have_node_ports(new) {
+    if !can_have_node_ports(new) {
         drop_same(
             new,
             &["externalTrafficPolicy", "allocateLoadBalancerNodePorts"],
@@ -76,7 +76,7 @@ pub fn carry_over(old: &Value, new: &mut Value) {
         before.entry(key).or_insert_with(|| node_port(port));
     }
     let same = |port: &Value| *before.get(&(&port["port"], protocol(port)))?;
-    let (keep, fill) = (may_have_node_ports(new), needs_node_ports(new));
+    let (keep, fill) = (can_have_node_ports(new), needs_node_ports(new));
     let taken: HashSet<i64> = list(new, &["spec", "ports"])
         .iter()
         .filter_map(node_port)
@@ -186,7 +186,7 @@ fn taken_node_ports(store: &Store, service: &Value) -> HashSet<i64> {
 }
 
 fn node_ports(store: &Store, service: &mut Value) -> Result<(), ApiError> {
-    if !may_have_node_ports(service) {
+    if !can_have_node_ports(service) {
         return Ok(());
     }
     let mut taken = taken_node_ports(store, service);
@@ -247,7 +247,7 @@ pub fn validate(service: &Value, errors: &mut Vec<FieldError>) {
             ));
         }
     }
-    if may_have_node_ports(service) && text(service, &["spec", "clusterIP"]) == Some("None") {
+    if can_have_node_ports(service) && text(service, &["spec", "clusterIP"]) == Some("None") {
         errors.push(FieldError::invalid(
             "spec.clusterIPs[0]",
             &"None".into(),
@@ -260,7 +260,7 @@ pub fn validate(service: &Value, errors: &mut Vec<FieldError>) {
             continue;
         };
         let field = format!("spec.ports[{i}].nodePort");
-        if !may_have_node_ports(service) {
+        if !can_have_node_ports(service) {
             let why = format!("may not be used when `type` is '{kind}'");
             errors.push(FieldError::forbidden(field, &why));
         } else if !seen.insert((protocol(port), number)) {

@@ -7,7 +7,7 @@ use super::Api;
 use super::auth::{self, User};
 use super::error::{ApiError, FieldError};
 use super::object;
-use super::object::{at, deleting, list, meta, text};
+use super::object::{at, is_deleting, list, meta, text};
 use super::patch;
 use super::read::{View, render};
 use super::resources::{Resource, Sub};
@@ -50,7 +50,7 @@ fn bindable(name: &str, pod: &Value, binding: &Value) -> Result<(), String> {
             object::uid(pod)
         ));
     }
-    if deleting(pod) {
+    if is_deleting(pod) {
         return Err(format!(
             "pod {name} is being deleted, cannot be assigned to a host"
         ));

@@ -15,7 +15,7 @@ use super::delete::is_finished;
 use super::error::{ApiError, FieldError};
 use super::expansion;
 use super::object;
-use super::object::{deleting, meta, now, text};
+use super::object::{is_deleting, meta, now, text};
 use super::patch;
 use super::resources::{Resource, Sub};
 use super::restriction;
@@ -643,7 +643,7 @@ fn generate_name(object: &mut Value, beginning: &str) {
 fn taken(resource: &Resource, name: &str, found: Option<Record>) -> ApiError {
     let mut error = ApiError::already_exists(resource.group, resource.plural, name);
     let old: Option<Value> = found.and_then(|r| serde_json::from_slice(&r.value).ok());
-    if old.is_some_and(|o| deleting(&o)) {
+    if old.is_some_and(|o| is_deleting(&o)) {
         error.message = format!("object is being deleted: {}", error.message);
     }
     error

@@ -245,12 +245,12 @@ impl Observed {
     }
 
     /// Whether any volume can need an attachment; on most small clusters none does.
-    fn may_attach(&self) -> bool {
+    fn can_need_attachments(&self) -> bool {
         let is_served =
             |v: &Arc<PersistentVolume>| v.spec.as_ref().is_some_and(|s| s.csi.is_some());
         self.volumes.iter().any(is_served)
             || !self.attachments.is_empty()
-            || disks::are_there(&self.pods, &self.volumes, &self.nodes)
+            || disks::has_disks(&self.pods, &self.volumes, &self.nodes)
     }
 
     /// The unique name of an attachment's volume in the node's status.
@@ -363,7 +363,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
             attachments: attachments.list(),
             nodes: nodes.list(),
         };
-        if observed.may_attach() {
+        if observed.can_need_attachments() {
             let events = observed.events();
             emitted.retain(|(uid, _)| observed.pods.iter().any(|p| p.uid().as_ref() == Some(uid)));
             for (pod, reason, message) in events {

@@ -62,7 +62,7 @@ struct Observed {
     directories: Option<(PathBuf, String)>,
 }
 
-fn without(finalizers: Option<&Vec<String>>, name: &str) -> Option<Value> {
+fn without_finalizer(finalizers: Option<&Vec<String>>, name: &str) -> Option<Value> {
     let finalizers = finalizers.filter(|f| f.iter().any(|f| f == name))?;
     Some(
         json!({"metadata": {"finalizers": finalizers.iter().filter(|f| *f != name).collect::<Vec<_>>()}}),
@@ -74,7 +74,7 @@ fn phase(status: Option<&String>) -> &str {
 }
 
 impl Observed {
-    fn used(&self, claim: &PersistentVolumeClaim) -> bool {
+    fn is_used(&self, claim: &PersistentVolumeClaim) -> bool {
         let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());
         self.pods.iter().any(|p| claims::uses(p, &namespace, &name))
     }
@@ -90,7 +90,7 @@ impl Observed {
     }
 
     /// The next step for a claim. `taken` contains the volumes that other claims get in this reconciliation.
-    fn of_claim(
+    fn steps_for_claim(
         &self,
         claim: &Arc<PersistentVolumeClaim>,
         taken: &mut BTreeSet<String>,
@@ -108,8 +108,8 @@ impl Observed {
         {
             return vec![Step::DeleteClaim(Arc::clone(claim))];
         }
-        if deleting && !self.used(claim) {
-            return without(claim.metadata.finalizers.as_ref(), CLAIM_IN_USE)
+        if deleting && !self.is_used(claim) {
+            return without_finalizer(claim.metadata.finalizers.as_ref(), CLAIM_IN_USE)
                 .map(|patch| Step::Claim(Arc::clone(claim), patch))
                 .into_iter()
                 .collect();
@@ -120,13 +120,13 @@ impl Observed {
             .and_then(|s| s.volume_name.clone())
             .filter(|v| !v.is_empty())
         {
-            Some(volume) => self.of_bound(claim, &volume),
+            Some(volume) => self.steps_for_bound(claim, &volume),
             None if deleting => vec![],
-            None => self.of_unbound(claim, taken),
+            None => self.steps_for_unbound(claim, taken),
         }
     }
 
-    fn of_unbound(
+    fn steps_for_unbound(
         &self,
         claim: &Arc<PersistentVolumeClaim>,
         taken: &mut BTreeSet<String>,
@@ -216,7 +216,7 @@ impl Observed {
         }
     }
 
-    fn of_bound(&self, claim: &Arc<PersistentVolumeClaim>, name: &str) -> Vec<Step> {
+    fn steps_for_bound(&self, claim: &Arc<PersistentVolumeClaim>, name: &str) -> Vec<Step> {
         let status = claim.status.clone().unwrap_or_default();
         let Some(volume) = self.volumes.iter().find(|v| v.name_any() == name) else {
             let lost = claims::bound(claim).is_some() && phase(status.phase.as_ref()) != "Lost";
@@ -265,7 +265,7 @@ impl Observed {
     }
 
     /// The next step for a volume.
-    fn of_volume(&self, volume: &Arc<PersistentVolume>) -> Vec<Step> {
+    fn steps_for_volume(&self, volume: &Arc<PersistentVolume>) -> Vec<Step> {
         let spec = volume.spec.clone().unwrap_or_default();
         let now = volume
             .status
@@ -289,7 +289,7 @@ impl Observed {
         });
         let alive = claim.is_some_and(|c| claims::is_for(volume, c));
         if volume.metadata.deletion_timestamp.is_some() && !alive {
-            return without(volume.metadata.finalizers.as_ref(), VOLUME_IN_USE)
+            return without_finalizer(volume.metadata.finalizers.as_ref(), VOLUME_IN_USE)
                 .map(|patch| Step::Volume(Arc::clone(volume), patch))
                 .into_iter()
                 .collect();
@@ -323,7 +323,7 @@ impl Observed {
     }
 
     /// Creates the missing claims of a pod's ephemeral volumes.
-    fn of_pod(&self, pod: &Pod) -> Vec<Step> {
+    fn steps_for_pod(&self, pod: &Pod) -> Vec<Step> {
         if pod::is_terminal(pod) || pod.metadata.deletion_timestamp.is_some() {
             return vec![];
         }
@@ -349,17 +349,21 @@ impl Observed {
 
     fn steps(&self) -> Vec<Step> {
         let mut taken = BTreeSet::new();
-        let mut steps: Vec<Step> = self.pods.iter().flat_map(|pod| self.of_pod(pod)).collect();
+        let mut steps: Vec<Step> = self
+            .pods
+            .iter()
+            .flat_map(|pod| self.steps_for_pod(pod))
+            .collect();
         steps.extend(
             self.claims
                 .iter()
-                .flat_map(|claim| self.of_claim(claim, &mut taken)),
+                .flat_map(|claim| self.steps_for_claim(claim, &mut taken)),
         );
         steps.extend(
             self.volumes
                 .iter()
                 .filter(|v| !taken.contains(&v.name_any()))
-                .flat_map(|volume| self.of_volume(volume)),
+                .flat_map(|volume| self.steps_for_volume(volume)),
         );
         steps
     }

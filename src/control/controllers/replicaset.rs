@@ -23,7 +23,7 @@ use crate::kubeapi::Api;
 use crate::kubeapi::cache::{Key, key, revision};
 
 /// Maximum number of pods created or deleted in one reconciliation.
-const BURST: usize = 500;
+const MAX_PODS_AT_ONCE: usize = 500;
 const COMPONENT: &str = "replicaset-controller";
 
 /// Initial and maximum back-off after a failed creation.
@@ -130,12 +130,12 @@ fn plan(set: &ReplicaSet, pods: &[Arc<Pod>], now: jiff::Timestamp) -> Plan {
     let wanted = usize::try_from(spec.replicas.unwrap_or(1)).unwrap_or(0);
     if !deleting {
         let have = active.len() + plan.adopt.len();
-        plan.create = wanted.saturating_sub(have).min(BURST);
+        plan.create = wanted.saturating_sub(have).min(MAX_PODS_AT_ONCE);
         let mut ranked = active.clone();
         ranked.sort_by_cached_key(|p| deletion_rank(p, now));
         plan.delete = ranked
             .iter()
-            .take(have.saturating_sub(wanted).min(BURST))
+            .take(have.saturating_sub(wanted).min(MAX_PODS_AT_ONCE))
             .map(|p| p.name_any())
             .collect();
     }

@@ -91,7 +91,7 @@ fn due<'a>(
     capacity_changed: Instant,
     now: Instant,
 ) -> Vec<&'a Arc<Pod>> {
-    let mut queue: Vec<&Arc<Pod>> = all.iter().filter(|p| wants_node(p)).collect();
+    let mut queue: Vec<&Arc<Pod>> = all.iter().filter(|p| needs_node(p)).collect();
     let uids = queue.iter().filter_map(|p| p.metadata.uid.as_deref());
     let uids: HashSet<&str> = uids.collect();
     assumed.retain(|uid, _| uids.contains(uid.as_str()));
@@ -259,7 +259,7 @@ async fn select(client: &Client, wanted: Vec<Wanted>) {
     }
 }
 
-fn wants_node(pod: &Pod) -> bool {
+fn needs_node(pod: &Pod) -> bool {
     let Some(spec) = &pod.spec else { return false };
     spec.node_name.as_deref().is_none_or(str::is_empty)
         && pod.metadata.deletion_timestamp.is_none()

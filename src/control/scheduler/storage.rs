@@ -42,7 +42,7 @@ impl Storage {
         self.classes.iter().find(|c| c.name_any() == name)
     }
 
-    fn waits(&self, claim: &PersistentVolumeClaim) -> bool {
+    fn waits_for_consumer(&self, claim: &PersistentVolumeClaim) -> bool {
         self.class(claim)
             .is_some_and(|c| c.volume_binding_mode.as_deref() == Some("WaitForFirstConsumer"))
     }
@@ -81,7 +81,7 @@ impl Storage {
                 Some(_) => None,
             };
         }
-        if !self.waits(claim) {
+        if !self.waits_for_consumer(claim) {
             return Some("pod has unbound immediate PersistentVolumeClaims".into());
         }
         let made = self

@@ -30,9 +30,9 @@ pub use hyper::body::Bytes;
 /// Maximum number of writes per commit.
 const MAX_BATCH: usize = 128;
 /// How long the committing thread waits for further writes; about as long as a sync. It waits only if several clients
-/// write concurrently: the last commit had more than one write and was less than [`IDLE`] ago.
+/// write concurrently: the last commit had more than one write and was less than [`CONCURRENT_WITHIN`] ago.
 const GATHER_DELAY: Duration = Duration::from_millis(2);
-const IDLE: Duration = Duration::from_millis(5);
+const CONCURRENT_WITHIN: Duration = Duration::from_millis(5);
 
 /// Labels and selectable fields of a stored object, so that selectors need not parse its bytes.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -383,7 +383,7 @@ fn commit_loop(
 ) {
     let mut last_commit: Option<Instant> = None;
     while let Some(first) = requests.blocking_recv() {
-        if disk.is_some() && last_commit.is_some_and(|at| at.elapsed() < IDLE) {
+        if disk.is_some() && last_commit.is_some_and(|at| at.elapsed() < CONCURRENT_WITHIN) {
             std::thread::sleep(GATHER_DELAY);
         }
         let mut batch = vec![first];

@@ -144,7 +144,7 @@ pub(super) fn decide(
 }
 
 /// Whether any such disk exists.
-pub(super) fn are_there(
+pub(super) fn has_disks(
     pods: &[Arc<Pod>],
     volumes: &[Arc<PersistentVolume>],
     nodes: &[Arc<Node>],
@@ -206,7 +206,7 @@ mod tests {
         nodes: &[Arc<Node>],
     ) -> (Vec<(String, Vec<String>)>, Vec<&'static str>) {
         let (claim, volume) = persistent(modes);
-        assert!(are_there(pods, std::slice::from_ref(&volume), nodes));
+        assert!(has_disks(pods, std::slice::from_ref(&volume), nodes));
         let (lists, events) = decide(pods, &[claim], &[volume], nodes);
         let lists = lists
             .into_iter()

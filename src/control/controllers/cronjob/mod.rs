@@ -23,7 +23,7 @@ use decide::{Observed, Plan, decide};
 
 const COMPONENT: &str = "cronjob-controller";
 /// Maximum time between reconciliations without changes.
-const IDLE: Duration = Duration::from_secs(30);
+const MAX_WAIT: Duration = Duration::from_secs(30);
 
 /// Writes that are not visible in the caches yet. CronJobs and jobs are kept separately, because they may share names.
 #[derive(Default)]
@@ -68,7 +68,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
             reconcile(&client, &written, (cron, ready), &jobs)
         });
         let waits = futures::future::join_all(work).await;
-        let most = waits.into_iter().flatten().fold(IDLE, Duration::min);
+        let most = waits.into_iter().flatten().fold(MAX_WAIT, Duration::min);
         any_change(&mut changes, most).await;
     }
 }

@@ -174,7 +174,7 @@ pub(super) fn decide(observed: &Observed<'_>) -> Plan {
             reconciliation.manage(&mut plan, &mut active);
         }
         let running = active.len() + plan.create.len();
-        if reconciliation.reached(running) {
+        if reconciliation.is_complete(running) {
             end = Some(Outcome {
                 succeeded: true,
                 reason: "CompletionsReached".into(),
@@ -184,7 +184,7 @@ pub(super) fn decide(observed: &Observed<'_>) -> Plan {
             reconciliation.suspension(&mut plan);
         }
     }
-    reconciliation.counts(&mut plan, &active);
+    reconciliation.update_counts(&mut plan, &active);
     reconciliation.track(&mut plan, end.as_ref());
     if let Some(end) = end {
         reconciliation.report_end(&mut plan, end);
@@ -198,7 +198,7 @@ impl<'a> Reconciliation<'a> {
         spec: &'a JobSpec,
         before: &'a JobStatus,
     ) -> Reconciliation<'a> {
-        let active = |p: &&Pod| !pod::is_terminal(p) && !pods::deleting(p);
+        let active = |p: &&Pod| !pod::is_terminal(p) && !pods::is_deleting(p);
         Reconciliation {
             observed,
             spec,
@@ -214,15 +214,15 @@ impl<'a> Reconciliation<'a> {
         }
     }
 
-    fn indexed(&self) -> bool {
+    fn is_indexed(&self) -> bool {
         self.spec.completion_mode.as_deref() == Some("Indexed")
     }
 
     /// The pods that are not counted yet; for an indexed job, those with a valid index.
     fn tracked(&self) -> impl Iterator<Item = &'a Pod> {
-        let (spec, indexed) = (self.spec, self.indexed());
+        let (spec, indexed) = (self.spec, self.is_indexed());
         let pods = self.observed.pods.iter().copied();
-        pods.filter(move |p| pods::tracked(p) && (!indexed || pods::index(spec, p).is_some()))
+        pods.filter(move |p| pods::is_tracked(p) && (!indexed || pods::index(spec, p).is_some()))
     }
 
     /// Counts succeeded and failed pods. Returns the failures including the new ones.
@@ -233,10 +233,10 @@ impl<'a> Reconciliation<'a> {
             self.tracked().filter(new).collect()
         };
         let succeeded = new(&self.uncounted.succeeded, &|p| pod::phase(p) == "Succeeded");
-        let failed = new(&self.uncounted.failed, &|p| pods::failed(self.spec, p));
+        let failed = new(&self.uncounted.failed, &|p| pods::has_failed(self.spec, p));
         let counted: Vec<_> = failed
             .iter()
-            .filter(|p| verdict(self.spec, p).counts())
+            .filter(|p| verdict(self.spec, p).is_counted())
             .collect();
         let named = |list: &Option<Vec<String>>| list.as_deref().map_or(0, count);
         let (before, uncounted) = (self.before, &self.uncounted);
@@ -256,7 +256,7 @@ impl<'a> Reconciliation<'a> {
     }
 
     fn count_indexes(&mut self) {
-        if !self.indexed() {
+        if !self.is_indexed() {
             return;
         }
         let spec = self.spec;
@@ -300,7 +300,7 @@ impl<'a> Reconciliation<'a> {
             (failed.saturating_add(ignored), backoff::finished(pod))
         };
         let mut awaiting: BTreeMap<i32, &Pod> = BTreeMap::new();
-        for pod in self.tracked().filter(|p| pods::failed(spec, p)) {
+        for pod in self.tracked().filter(|p| pods::has_failed(spec, p)) {
             let Some(index) = pods::index(spec, pod).filter(|i| !settled.contains(*i)) else {
                 continue;
             };
@@ -324,7 +324,11 @@ impl<'a> Reconciliation<'a> {
             }
         }
         let spec = self.spec;
-        let failed = self.observed.pods.iter().filter(|p| pods::failed(spec, p));
+        let failed = self
+            .observed
+            .pods
+            .iter()
+            .filter(|p| pods::has_failed(spec, p));
         let verdicts = failed.map(|p| verdict(spec, p));
         for verdict in verdicts {
             if let Verdict::FailJob(why) = verdict {
@@ -395,7 +399,7 @@ impl<'a> Reconciliation<'a> {
     }
 
     /// Whether enough pods have succeeded, and none is active.
-    fn reached(&self, running: usize) -> bool {
+    fn is_complete(&self, running: usize) -> bool {
         let wanted = self.spec.completions.unwrap_or(1);
         self.succeeded >= wanted && running == 0
     }
@@ -436,7 +440,7 @@ impl<'a> Reconciliation<'a> {
 
     fn terminating(&self) -> i32 {
         let pods = self.observed.pods.iter();
-        let terminating = pods.filter(|p| pods::deleting(p) && !pod::is_terminal(p));
+        let terminating = pods.filter(|p| pods::is_deleting(p) && !pod::is_terminal(p));
         i32::try_from(terminating.count()).unwrap_or(i32::MAX)
     }
 
@@ -445,7 +449,7 @@ impl<'a> Reconciliation<'a> {
         let mut ranked = active.to_vec();
         ranked.sort_by_cached_key(|p| deletion_rank(p, self.observed.now));
         let mut surplus = vec![];
-        if self.indexed() {
+        if self.is_indexed() {
             // If several pods have the same index, the one with the highest rank stays.
             let mut taken = HashSet::new();
             let mut left = vec![];
@@ -472,7 +476,7 @@ impl<'a> Reconciliation<'a> {
         if !per_index && !wait.is_zero() {
             return (vec![], Some(wait));
         }
-        if !self.indexed() {
+        if !self.is_indexed() {
             return (vec![New::default(); missing], None);
         }
         let mut create = vec![];
@@ -505,7 +509,7 @@ impl<'a> Reconciliation<'a> {
         }
         let ended_only = pods::replaces_ended_only(self.spec);
         for pod in &self.observed.pods {
-            let counts = !pod::is_terminal(pod) && (ended_only || !pods::deleting(pod));
+            let counts = !pod::is_terminal(pod) && (ended_only || !pods::is_deleting(pod));
             if let Some(index) = pods::index(self.spec, pod).filter(|_| counts) {
                 taken.insert(index);
             }
@@ -572,9 +576,9 @@ impl<'a> Reconciliation<'a> {
     }
 
     /// Updates the pod counts to the state after the plan is executed.
-    fn counts(&self, plan: &mut Plan, active: &[&Pod]) {
+    fn update_counts(&self, plan: &mut Plan, active: &[&Pod]) {
         let some = |n: i32| (n != 0).then_some(n);
-        let ready = active.iter().filter(|p| pods::ready(p)).count();
+        let ready = active.iter().filter(|p| pods::is_ready(p)).count();
         plan.status.active = some(count(active).saturating_add(count(&plan.create)));
         plan.status.ready = Some(i32::try_from(ready).unwrap_or(i32::MAX));
         plan.status.terminating = Some(self.terminating().saturating_add(count(&plan.delete)));
@@ -586,7 +590,7 @@ impl<'a> Reconciliation<'a> {
             .observed
             .pods
             .iter()
-            .filter(|p| pods::tracked(p))
+            .filter(|p| pods::is_tracked(p))
             .map(|p| pod::uid(p))
             .collect();
         let (mut done, succeeded) = settle(&self.uncounted.succeeded, self.before.succeeded, &held);
@@ -594,7 +598,7 @@ impl<'a> Reconciliation<'a> {
         let mut all = self.observed.pods.clone();
         all.sort_by_key(|p| (pods::index(self.spec, p), p.name_any()));
         let mut named = 0;
-        for pod in all.into_iter().filter(|p| pods::tracked(p)) {
+        for pod in all.into_iter().filter(|p| pods::is_tracked(p)) {
             if named + done.len() + lost.len() >= MAX_UNCOUNTED {
                 break;
             }
@@ -603,19 +607,19 @@ impl<'a> Reconciliation<'a> {
             }
             plan.release.push(pod.name_any());
             let (own, is) = (pod::uid(pod).to_owned(), pod::phase(pod));
-            let of_index = !self.indexed() || pods::index(self.spec, pod).is_some();
+            let of_index = !self.is_indexed() || pods::index(self.spec, pod).is_some();
             let given_up = end.is_some_and(|end| !end.succeeded);
             if is == "Succeeded" && !lost.contains(&own) {
                 // The completed index already records that the pod was counted.
-                if self.indexed() {
+                if self.is_indexed() {
                     named += 1;
                 } else if !done.contains(&own) {
                     done.push(own);
                 }
-            } else if (pods::failed(self.spec, pod) || given_up)
+            } else if (pods::has_failed(self.spec, pod) || given_up)
                 && of_index
                 && !lost.contains(&own)
-                && verdict(self.spec, pod).counts()
+                && verdict(self.spec, pod).is_counted()
             {
                 lost.push(own);
             }
@@ -645,7 +649,7 @@ impl<'a> Reconciliation<'a> {
         let awaited = pods::index(self.spec, pod)
             .and_then(|index| self.awaiting.get(&index))
             .is_some_and(|awaited| pod::uid(awaited) == pod::uid(pod));
-        pods::failed(self.spec, pod) && !awaited
+        pods::has_failed(self.spec, pod) && !awaited
     }
 
     /// Reports the end: first the condition that announces it, then the terminal

@@ -33,9 +33,9 @@ use decide::{Observed, Plan, decide, expires, finished};
 
 const COMPONENT: &str = "job-controller";
 /// The value of `managedBy` for jobs of this controller.
-const OURS: &str = "kubernetes.io/job-controller";
+const CONTROLLER_NAME: &str = "kubernetes.io/job-controller";
 /// Maximum time between reconciliations without changes.
-const IDLE: Duration = Duration::from_secs(5);
+const MAX_WAIT: Duration = Duration::from_secs(5);
 
 /// Initial and maximum back-off after a failed reconciliation.
 const RETRY_BACKOFF: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(60));
@@ -107,7 +107,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
         let work = orphans.map(|pod| remove_finalizer(&client, &caches, pod));
         futures::future::join_all(work).await;
         memory.keep(&jobs);
-        let most = waits.into_iter().flatten().fold(IDLE, Duration::min);
+        let most = waits.into_iter().flatten().fold(MAX_WAIT, Duration::min);
         any_change(&mut changes, most).await;
     }
 }
@@ -126,7 +126,7 @@ async fn reconcile_job(
     let result = if finished(job).is_some() {
         lock(&memory.failures).remove(&uid);
         expire(client, job).await
-    } else if managed_elsewhere(job) {
+    } else if is_managed_elsewhere(job) {
         return None;
     } else {
         reconcile(client, memory, job, of).await
@@ -140,9 +140,9 @@ async fn reconcile_job(
     })
 }
 
-fn managed_elsewhere(job: &Job) -> bool {
+fn is_managed_elsewhere(job: &Job) -> bool {
     let manager = job.spec.as_ref().and_then(|s| s.managed_by.as_deref());
-    manager.is_some_and(|m| m != OURS)
+    manager.is_some_and(|m| m != CONTROLLER_NAME)
 }
 
 /// Deletes a finished job whose TTL has expired; its pods are deleted first.
@@ -233,7 +233,7 @@ async fn claim(
     let deleting = job.metadata.deletion_timestamp.is_some();
     let found = free
         .iter()
-        .filter(|pod| !deleting && !pods::deleting(pod) && matches(pod));
+        .filter(|pod| !deleting && !pods::is_deleting(pod) && matches(pod));
     let found = found.map(|pod| {
         (pod, json!({"metadata": {"uid": pod.uid(), "ownerReferences": [owner(job)], "finalizers": [pods::FINALIZER]}}))
     });
@@ -352,7 +352,7 @@ fn is_orphan(pod: &Pod, caches: &Caches) -> bool {
         .iter()
         .find(|o| o.controller == Some(true));
     let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-    pods::tracked(pod)
+    pods::is_tracked(pod)
         && owner.is_none_or(|owner| {
             let job = || {
                 let job = caches.jobs.get(namespace, &owner.name);
@@ -360,7 +360,7 @@ fn is_orphan(pod: &Pod, caches: &Caches) -> bool {
             };
             owner.kind == "Job"
                 && owner.api_version == "batch/v1"
-                && job().is_none_or(|j| !managed_elsewhere(&j) && finished(&j).is_some())
+                && job().is_none_or(|j| !is_managed_elsewhere(&j) && finished(&j).is_some())
         })
 }
 
