@@ -29,7 +29,7 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tower::util::BoxCloneSyncService;
 use tower::{BoxError, Service, ServiceExt as _};
 
-use super::failure::Undelivered;
+use super::failure::ClientFailure;
 use super::pace::Pace;
 use crate::core::lock::lock;
 
@@ -316,7 +316,7 @@ impl Shared {
         }
         let begun = Instant::now();
         let what = format!("{} {}", request.method(), request.uri().path());
-        let late = || Undelivered::Deadline {
+        let late = || ClientFailure::Deadline {
             request: what.clone(),
             after: ANSWER_TIMEOUT,
         };
@@ -387,7 +387,7 @@ fn is_json(answer: &Response<Incoming>) -> bool {
 }
 
 /// Reads a refusal of the apiserver's flow control. It has no Status, and its `Retry-After` header says when to retry.
-async fn busy_error(answer: Response<Incoming>) -> Undelivered {
+async fn busy_error(answer: Response<Incoming>) -> ClientFailure {
     let seconds = answer
         .headers()
         .get(RETRY_AFTER)
@@ -397,7 +397,7 @@ async fn busy_error(answer: Response<Incoming>) -> Undelivered {
         Limited::new(answer.into_body(), MAX_REFUSAL_BYTES).collect(),
     );
     let text = body.await.ok().and_then(Result::ok).map(|b| b.to_bytes());
-    Undelivered::Busy {
+    ClientFailure::Busy {
         message: String::from_utf8_lossy(&text.unwrap_or_default())
             .trim()
             .to_owned(),
@@ -466,7 +466,7 @@ impl hyper::body::Body for Answer {
                     Poll::Ready(frame.map(|f| f.map_err(Into::into)))
                 }
                 Poll::Pending => pause.as_mut().poll(cx).map(|()| {
-                    let late = Undelivered::Deadline {
+                    let late = ClientFailure::Deadline {
                         request: std::mem::take(request),
                         after: ANSWER_TIMEOUT,
                     };

@@ -148,7 +148,7 @@ async fn a_cron_job_creates_jobs_on_time_and_deletes_them() {
     let suspend = Patch::Merge(json!({"spec": {"suspend": true}}));
     crons.patch("c", &parameters, &suspend).await.unwrap();
     let pods = plane.active(1).await;
-    plane.ends(&pods[0], "Succeeded", 0).await;
+    plane.finish_pod(&pods[0], "Succeeded", 0).await;
     plane
         .wait("the success in the status", || async {
             let status = crons.get("c").await.unwrap().status?;

@@ -411,7 +411,7 @@ impl Plane {
         .await
     }
 
-    pub async fn ends(&self, pod: &Pod, phase: &str, code: i32) {
+    pub async fn finish_pod(&self, pod: &Pod, phase: &str, code: i32) {
         let now = jiff::Timestamp::now().to_string();
         let patch = json!({"status": {"phase": phase, "containerStatuses": [{"name": "c", "image": "i:1", "imageID": "", "ready": false,
             "restartCount": 0, "state": {"terminated": {"exitCode": code, "finishedAt": now}}}]}});
@@ -478,7 +478,7 @@ async fn a_jobs_pods_are_created_counted_and_released() {
         let variable = &spec.containers[0].env.as_ref().unwrap()[0];
         assert_eq!(variable.name, "JOB_COMPLETION_INDEX");
     }
-    plane.ends(&pods[1], "Succeeded", 0).await;
+    plane.finish_pod(&pods[1], "Succeeded", 0).await;
     plane
         .wait("one pod to be counted", || async {
             let status = plane.api::<Job>().get("j").await.unwrap().status.unwrap();
@@ -486,7 +486,7 @@ async fn a_jobs_pods_are_created_counted_and_released() {
                 .then_some(())
         })
         .await;
-    plane.ends(&pods[0], "Succeeded", 0).await;
+    plane.finish_pod(&pods[0], "Succeeded", 0).await;
     let status = plane.condition("j", "Complete").await.status.unwrap();
     assert_eq!(
         (status.succeeded, status.active, status.failed),
@@ -520,7 +520,7 @@ async fn a_job_fails_is_suspended_and_resumes() {
         ))
         .await;
     let pods = plane.active(1).await;
-    plane.ends(&pods[0], "Failed", 1).await;
+    plane.finish_pod(&pods[0], "Failed", 1).await;
     let status = plane.condition("f", "Failed").await.status.unwrap();
     let reasons: Vec<_> = status
         .conditions

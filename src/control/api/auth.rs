@@ -174,17 +174,17 @@ fn of_account(namespace: &str, account: &str, uid: &str) -> User {
 
 /// The user of a TokenRequest token (`pkg/serviceaccount/claims.go`).
 fn of_claims(claims: &Value, store: &Store) -> Option<User> {
-    let about = claims.get("kubernetes.io")?;
-    let namespace = text(about, &["namespace"])?;
-    let account = text(about, &["serviceaccount", "name"])?;
-    let uid = text(about, &["serviceaccount", "uid"])?;
+    let private_claims = claims.get("kubernetes.io")?;
+    let namespace = text(private_claims, &["namespace"])?;
+    let account = text(private_claims, &["serviceaccount", "name"])?;
+    let uid = text(private_claims, &["serviceaccount", "uid"])?;
     get_valid(
         store,
         &format!("serviceaccounts/{namespace}/{account}"),
         uid,
     )?;
     let named = |kind: &str| {
-        let bound = about.get(kind)?;
+        let bound = private_claims.get(kind)?;
         Some((
             text(bound, &["name"])?,
             text(bound, &["uid"]).unwrap_or_default(),

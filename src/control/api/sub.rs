@@ -280,7 +280,7 @@ impl Api {
             "SelfSubjectReview" => json!({"userInfo": user.info()}),
             "TokenReview" => self.token_review(request),
             _ => {
-                let about = if kind == "SelfSubjectAccessReview" {
+                let subject = if kind == "SelfSubjectAccessReview" {
                     user.clone()
                 } else {
                     let groups = list(request, &["spec", "groups"])
@@ -293,7 +293,7 @@ impl Api {
                         ..User::default()
                     }
                 };
-                json!({"allowed": self.access(&about, &request["spec"])})
+                json!({"allowed": self.access(&subject, &request["spec"])})
             }
         };
         Ok(Written {
