@@ -43,7 +43,7 @@ impl Connections {
         let noted = answers.clone();
         let report: Report = Arc::new(move |method, host, code, took| {
             counted.requested(method, host, code, took);
-            noted.note(code);
+            noted.record(code);
             if let (Some(keeper), Some(200..300)) = (&confirmed, code) {
                 keeper.confirm();
             }

@@ -144,14 +144,14 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     // the process (`https::end_process_on_panic`).
     let mut parts = Parts::new();
     let server = api::server::serve(api.clone(), listeners, tls);
-    parts.spawn(named("the API server", server));
+    parts.spawn(run_named("the API server", server));
     let scheduler = scheduler::run(client.clone(), caches.clone());
-    parts.spawn(named("the scheduler", scheduler));
+    parts.spawn(run_named("the scheduler", scheduler));
     let controllers = controllers::run(client, caches, ca, Some(directories), (sign, sign_token));
-    parts.spawn(named("the controllers", controllers));
-    parts.spawn(named("the event clean-up", expire_events(api)));
-    parts.spawn(named("the release of memory", release_memory()));
-    Err(ended(parts).await)
+    parts.spawn(run_named("the controllers", controllers));
+    parts.spawn(run_named("the event clean-up", expire_events(api)));
+    parts.spawn(run_named("the release of memory", release_memory()));
+    Err(wait_for_exit(parts).await)
 }
 
 /// Interval between checks of the allocator.
@@ -178,13 +178,13 @@ async fn release_memory() {
 /// Tasks that run until the process exits; each returns its name.
 type Parts = tokio::task::JoinSet<&'static str>;
 
-async fn named(name: &'static str, work: impl Future<Output = ()>) -> &'static str {
+async fn run_named(name: &'static str, work: impl Future<Output = ()>) -> &'static str {
     work.await;
     name
 }
 
 /// Waits until a part returns, which is always an error; the other parts are cancelled.
-async fn ended(mut parts: Parts) -> anyhow::Error {
+async fn wait_for_exit(mut parts: Parts) -> anyhow::Error {
     match parts.join_next().await {
         Some(Ok(name)) => anyhow::anyhow!("{name} stopped"),
         Some(Err(error)) => anyhow::anyhow!("a part of the control plane stopped: {error}"),

@@ -17,7 +17,7 @@ pub struct Answers(watch::Sender<State>);
 impl Answers {
     /// Records the outcome of a request; `code` is the HTTP status of its answer. The apiserver counts as silent if
     /// there is no answer, or if a proxy answers that it cannot reach the apiserver (502 to 504).
-    pub fn note(&self, code: Option<u16>) {
+    pub fn record(&self, code: Option<u16>) {
         let is_silent = matches!(code, None | Some(502..=504));
         self.0.send_if_modified(|state| {
             let was_silent = std::mem::replace(&mut state.is_silent, is_silent);
@@ -67,7 +67,7 @@ mod tests {
         let answers = Answers::default();
         let mut recovery = answers.subscribe();
         let mut recovered = async |codes: &[Option<u16>]| {
-            codes.iter().for_each(|code| answers.note(*code));
+            codes.iter().for_each(|code| answers.record(*code));
             let soon = std::time::Duration::from_millis(1);
             tokio::time::timeout(soon, recovery.next()).await.is_ok()
         };

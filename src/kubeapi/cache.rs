@@ -42,7 +42,7 @@ pub struct Changed<K> {
     ///
     /// An apiserver may store the last update of an object and its deletion within a millisecond. The last state may
     /// then hold data that no other change of the key shows: for a pod, its `deletionGracePeriodSeconds`.
-    pub gone: Option<Arc<K>>,
+    pub deleted: Option<Arc<K>>,
 }
 
 /// A change that a reader has not taken yet. It keeps at most two objects, however many were created and deleted
@@ -78,7 +78,7 @@ pub struct Cache<K> {
 /// The writing half of a cache. There is only one, so a single task writes.
 pub struct Writer<K> {
     shared: Arc<Shared<K>>,
-    announce: watch::Sender<u64>,
+    notifier: watch::Sender<u64>,
 }
 
 /// Reads the changes of a cache key by key. A slow reader gets the newest state of each key.
@@ -99,7 +99,7 @@ impl<K: Resource> ChangeReader<K> {
         let changed = |change: PendingChange<K>| {
             let is_gone = !is_same(change.known.as_deref(), change.now.as_deref());
             Changed {
-                gone: change.known.filter(|_| is_gone),
+                deleted: change.known.filter(|_| is_gone),
                 now: change.now,
             }
         };
@@ -134,7 +134,7 @@ impl<K: Resource> PendingChange<K> {
 
 impl<K: Resource> Shared<K> {
     /// Records steps for every reader, and removes the readers that were dropped.
-    fn note(&self, steps: &[Step<K>]) {
+    fn record_steps(&self, steps: &[Step<K>]) {
         let mut readers = lock(&self.readers);
         readers.retain(|reader| {
             let Some(pending) = reader.upgrade() else {
@@ -163,9 +163,9 @@ impl<K: Resource> Writer<K> {
         let mut map = map.write().unwrap_or_else(PoisonError::into_inner);
         let steps = change(&mut map);
         // Under the map's lock, so that a new reader gets each step exactly once: from the map or from here.
-        self.shared.note(&steps);
+        self.shared.record_steps(&steps);
         drop(map);
-        self.announce.send_modify(|version| *version += 1);
+        self.notifier.send_modify(|version| *version += 1);
     }
 
     /// Inserts a new object or a new version of one.
@@ -272,16 +272,16 @@ where
 {
     /// Creates a cache without a watch; simulations write to it.
     #[must_use]
-    pub fn by_hand() -> (Writer<K>, Cache<K>) {
+    pub fn without_watch() -> (Writer<K>, Cache<K>) {
         let shared = Arc::new(Shared {
             map: RwLock::default(),
             readers: Mutex::default(),
         });
-        let (announce, version) = watch::channel(0);
+        let (notifier, version) = watch::channel(0);
         (
             Writer {
                 shared: Arc::clone(&shared),
-                announce,
+                notifier,
             },
             Cache {
                 shared,
@@ -294,7 +294,7 @@ where
     /// Starts a watch and returns the cache that it fills.
     #[must_use]
     pub fn start(api: Api<K>, config: watcher::Config) -> Cache<K> {
-        let (writer, mut cache) = Self::by_hand();
+        let (writer, mut cache) = Self::without_watch();
         cache._task = Some(Arc::new(AbortOnDropHandle::new(tokio::spawn(follow(
             api, config, writer,
         )))));
@@ -460,7 +460,7 @@ mod tests {
 
     #[test]
     fn a_reader_gets_the_changed_keys() {
-        let (writer, cache) = Cache::<Pod>::by_hand();
+        let (writer, cache) = Cache::<Pod>::without_watch();
         let mut early = cache.read_changes();
         assert_eq!(names(&mut early), None, "nothing has been listed yet");
         writer.replace(vec![]);
@@ -509,7 +509,7 @@ mod tests {
             let grace = metadata.deletion_grace_period_seconds;
             Some((metadata.uid.clone()?, grace))
         };
-        Some((shown(change.gone), shown(change.now)))
+        Some((shown(change.deleted), shown(change.now)))
     }
 
     /// A test case: its name, the events for the pod `p` with uid `a`, and the change that a reader gets.
@@ -595,7 +595,7 @@ mod tests {
     #[test]
     fn a_reader_gets_the_last_state_of_deleted_and_replaced_objects() {
         for (case, change, expected) in of_deletions().into_iter().chain(of_lists()) {
-            let (writer, cache) = Cache::<Pod>::by_hand();
+            let (writer, cache) = Cache::<Pod>::without_watch();
             let (mut reader, mut ignorant) = (cache.read_changes(), cache.read_changes());
             writer.replace(vec![deleted("a", None)]);
             let first = Some(("a".to_owned(), None));
@@ -610,7 +610,7 @@ mod tests {
 
     #[test]
     fn deleted_objects_unknown_to_every_reader_use_no_memory() {
-        let (writer, cache) = Cache::<Pod>::by_hand();
+        let (writer, cache) = Cache::<Pod>::without_watch();
         let reader = cache.read_changes();
         writer.replace(vec![]);
         for n in 0..1000 {
@@ -639,15 +639,15 @@ mod tests {
         assert_eq!(text().as_deref(), Some("first"));
         assert_eq!(cache.list().len(), 1);
         until("the watch", || fake.watches() == 1).await;
-        fake.say("ADDED", &unreadable("newer", "b"));
-        fake.say("MODIFIED", &map(2, "second", false));
+        fake.send_event("ADDED", &unreadable("newer", "b"));
+        fake.send_event("MODIFIED", &map(2, "second", false));
         until("the next event", || text().as_deref() == Some("second")).await;
 
         // The watch must restart, and the list has the object in an undecodable form.
         let expired = json!({"kind": "Status", "status": "Failure", "reason": "Expired", "code": 410, "message": "too old"});
         let relist = async |object: Value, version: u64| {
             *lock(&fake.items) = vec![object];
-            fake.say("ERROR", &expired);
+            fake.send_event("ERROR", &expired);
             let listed = || *cache.changes().borrow() > version;
             until("the list", listed).await;
             until("the watch", || fake.watches() == 1).await;

@@ -83,7 +83,7 @@ struct Target {
 }
 
 /// Returns the credentials in the node's own certificate file, if it exists and has not expired.
-fn kept(own: &Path, now: Timestamp) -> Option<AuthInfo> {
+fn own_credentials(own: &Path, now: Timestamp) -> Option<AuthInfo> {
     let (_, ends) = signing::lifetime(&std::fs::read(own).ok()?)?;
     let path = own.to_str().filter(|_| ends > now)?;
     Some(AuthInfo {
@@ -104,7 +104,7 @@ fn certificate(user: &AuthInfo) -> Option<Vec<u8>> {
 
 async fn read(path: &Path, own: Option<&Path>) -> Result<Target, String> {
     let mut file = Kubeconfig::read_from(path).map_err(|e| chain(&e))?;
-    if let Some(kept) = own.and_then(|own| kept(own, Timestamp::now())) {
+    if let Some(kept) = own.and_then(|own| own_credentials(own, Timestamp::now())) {
         for user in &mut file.auth_infos {
             user.auth_info = Some(kept.clone());
         }
@@ -117,7 +117,7 @@ async fn read(path: &Path, own: Option<&Path>) -> Result<Target, String> {
         .chain(authorities.chain(pairs.flatten()).map(PathBuf::from))
         .chain(own.map(Path::to_owned))
         .collect();
-    let own = proxy::named(&file);
+    let own = proxy::proxy_url(&file);
     let config = kube::Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
         .await
         .map_err(|e| chain(&e))?;
@@ -163,7 +163,7 @@ fn material(target: Target, report: Option<Report>) -> Result<Material, kube::Er
         .layer(config.base_uri_layer())
         .option_layer(config.auth_layer()?)
         .layer(config.extra_headers_layer()?)
-        .service_fn(connections::carried);
+        .service_fn(connections::send_over_pool);
     let open = move || pool::open(&proxy, &tls, report.clone());
     Ok(Material {
         open: Box::new(open),
@@ -302,8 +302,8 @@ sXUwCgYIKoZIzj0EAwIDSAAwRQIhAIEMtKIQgD8IMAAL5rttV0bQuiVXyyKOmIq7
                 );
                 std::fs::write(&path, text).expect("written");
                 let refused = read(&path, None).await.err();
-                let says = refused.is_some_and(|why| why.contains("extendedKeyUsage"));
-                assert_eq!(says, is_old, "{user}");
+                let mentions_remedy = refused.is_some_and(|why| why.contains("extendedKeyUsage"));
+                assert_eq!(mentions_remedy, is_old, "{user}");
             }
         }
     }
@@ -333,7 +333,7 @@ sXUwCgYIKoZIzj0EAwIDSAAwRQIhAIEMtKIQgD8IMAAL5rttV0bQuiVXyyKOmIq7
         }
         let (_, ends) = signing::lifetime(GOOD.as_bytes()).expect("a certificate");
         assert!(
-            kept(&own, ends).is_none(),
+            own_credentials(&own, ends).is_none(),
             "an expired certificate is not used"
         );
         let alone = read(&path, None).await.expect("a target");

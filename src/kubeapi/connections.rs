@@ -29,30 +29,30 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tower::util::BoxCloneSyncService;
 use tower::{BoxError, Service, ServiceExt as _};
 
-use super::failure::Undelivered;
+use super::failure::ClientFailure;
 use super::pace::Pace;
 use crate::core::lock::lock;
 
 /// Maximum number of concurrent requests of one client; an apiserver allows 100 streams.
-const AT_ONCE: usize = 32;
+const MAX_CONCURRENT_REQUESTS: usize = 32;
 /// Maximum number of watches on one connection; an apiserver allows 100 streams.
-const WATCHES: usize = 80;
+const MAX_WATCHES_PER_CONNECTION: usize = 80;
 /// Maximum time until an answer begins, and between two parts of it. A watch may be silent for longer.
-const DEADLINE: Duration = Duration::from_secs(20);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 /// If a caller drops a request after this time, the connection is discarded as after a missed deadline, unless it has
 /// answered another request meanwhile. A heartbeat, for example, waits for ten seconds only.
-const UNANSWERED: Duration = Duration::from_secs(5);
+const ABANDON_TIMEOUT: Duration = Duration::from_secs(5);
 /// Extra time that a watch may last beyond its `timeoutSeconds`. A load balancer keeps a connection open after it has
 /// lost the server behind it.
-const OVERDUE: Duration = Duration::from_secs(30);
+const WATCH_MARGIN: Duration = Duration::from_secs(30);
 /// Minimum interval between two checks of the key material before requests.
-const LOOK: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum interval between two checks: a client whose watches are silent sends no requests.
-const LOOK_IDLE: Duration = Duration::from_secs(10);
+const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(10);
 /// A connection that has answered no request for this long may have been closed.
-const IDLE: Duration = Duration::from_secs(60);
+const MAX_IDLE: Duration = Duration::from_secs(60);
 /// Maximum number of bytes that are read of a refusal.
-const REFUSAL: usize = 4096;
+const MAX_REFUSAL_BYTES: usize = 4096;
 
 /// A service that sends requests.
 pub(super) type Http = BoxCloneSyncService<Request<Body>, Response<Incoming>, BoxError>;
@@ -61,7 +61,7 @@ pub(super) type Http = BoxCloneSyncService<Request<Body>, Response<Incoming>, Bo
 pub(super) struct Material {
     /// Opens a new pool of connections.
     pub(super) open: Box<dyn Fn() -> Http + Send + Sync>,
-    /// Adds the headers that all requests have, and passes a request to the pool that it [carries](carried).
+    /// Adds the headers that all requests have, and passes a request to the pool that it [carries](send_over_pool).
     pub(super) front: Http,
     /// The files from which it was read.
     pub(super) files: Vec<PathBuf>,
@@ -75,7 +75,9 @@ pub(super) type Read = Box<dyn Fn() -> BoxFuture<'static, Result<Material, Strin
 struct Pool(Http);
 
 /// Sends a request over the pool in its extensions.
-pub(super) async fn carried(mut request: Request<Body>) -> Result<Response<Incoming>, BoxError> {
+pub(super) async fn send_over_pool(
+    mut request: Request<Body>,
+) -> Result<Response<Incoming>, BoxError> {
     match request.extensions_mut().remove::<Pool>() {
         Some(Pool(http)) => http.oneshot(request).await,
         None => Err("a request was sent without a pool".into()),
@@ -119,7 +121,7 @@ impl Lane {
     }
 
     fn is_warm(&self) -> bool {
-        lock(&self.answered).is_some_and(|at| at.elapsed() < IDLE)
+        lock(&self.answered).is_some_and(|at| at.elapsed() < MAX_IDLE)
     }
 
     fn has_answered_since(&self, then: Instant) -> bool {
@@ -143,16 +145,16 @@ impl Lane {
 }
 
 /// A slot on a lane, occupied while its request or watch lives.
-struct Place(Arc<Lane>);
+struct Slot(Arc<Lane>);
 
-impl Place {
-    fn on(lane: &Arc<Lane>) -> Place {
+impl Slot {
+    fn on(lane: &Arc<Lane>) -> Slot {
         lane.open.fetch_add(1, Ordering::Relaxed);
-        Place(Arc::clone(lane))
+        Slot(Arc::clone(lane))
     }
 }
 
-impl Drop for Place {
+impl Drop for Slot {
     fn drop(&mut self) {
         self.0.open.fetch_sub(1, Ordering::Relaxed);
     }
@@ -170,8 +172,8 @@ struct Waiting<'a> {
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         let is_silent = || !self.lane.has_answered_since(self.begun);
-        if !self.is_over && self.begun.elapsed() >= UNANSWERED && is_silent() {
-            self.generation.give_up(&self.lane);
+        if !self.is_over && self.begun.elapsed() >= ABANDON_TIMEOUT && is_silent() {
+            self.generation.discard(&self.lane);
         }
     }
 }
@@ -198,29 +200,29 @@ impl Generation {
 
     /// Returns a slot for a watch: on the first connection with room, otherwise on a new one. Connections without
     /// watches are closed.
-    fn watch_place(&self) -> Place {
+    fn watch_slot(&self) -> Slot {
         let mut lanes = lock(&self.watches);
         lanes.retain(|lane| lane.open.load(Ordering::Relaxed) > 0);
         let with_room = lanes
             .iter()
-            .find(|lane| lane.open.load(Ordering::Relaxed) < WATCHES);
+            .find(|lane| lane.open.load(Ordering::Relaxed) < MAX_WATCHES_PER_CONNECTION);
         match with_room {
-            Some(lane) => Place::on(lane),
+            Some(lane) => Slot::on(lane),
             None => {
                 let lane = Lane::open(&self.material);
-                let place = Place::on(&lane);
+                let slot = Slot::on(&lane);
                 lanes.push(lane);
-                place
+                slot
             }
         }
     }
 
-    fn request_place(&self) -> Place {
-        Place::on(&lock(&self.requests))
+    fn request_slot(&self) -> Slot {
+        Slot::on(&lock(&self.requests))
     }
 
     /// Sends a request; returns `None` if it was not answered within `limit`.
-    async fn ask(
+    async fn send_within(
         &self,
         lane: &Arc<Lane>,
         request: Request<Body>,
@@ -235,13 +237,13 @@ impl Generation {
         let answer = timeout(limit, lane.send(request)).await.ok();
         waiting.is_over = true;
         if answer.is_none() {
-            self.give_up(lane);
+            self.discard(lane);
         }
         answer
     }
 
     /// Discards a connection that did not answer in time: no more requests use it.
-    fn give_up(&self, lane: &Arc<Lane>) {
+    fn discard(&self, lane: &Arc<Lane>) {
         let mut requests = lock(&self.requests);
         if Arc::ptr_eq(&requests, lane) {
             *requests = Lane::open(&self.material);
@@ -251,7 +253,7 @@ impl Generation {
 }
 
 /// When the key material was checked last, and the state of the files that could not be used.
-struct Look {
+struct MaterialCheck {
     at: Instant,
     unusable: Vec<Stamp>,
 }
@@ -261,7 +263,7 @@ struct Shared {
     pace: Pace,
     permits: Semaphore,
     generation: Mutex<Arc<Generation>>,
-    look: tokio::sync::Mutex<Look>,
+    last_check: tokio::sync::Mutex<MaterialCheck>,
 }
 
 impl Shared {
@@ -269,15 +271,15 @@ impl Shared {
     async fn current(&self) -> Arc<Generation> {
         let generation = Arc::clone(&lock(&self.generation));
         // While another caller checks the files, the existing connections are used.
-        let Ok(mut look) = self.look.try_lock() else {
+        let Ok(mut last_check) = self.last_check.try_lock() else {
             return generation;
         };
-        if look.at.elapsed() < LOOK {
+        if last_check.at.elapsed() < CHECK_INTERVAL {
             return generation;
         }
-        look.at = Instant::now();
+        last_check.at = Instant::now();
         let found = stamps(&generation.material.files);
-        if found == generation.stamps || found == look.unusable {
+        if found == generation.stamps || found == last_check.unusable {
             return generation;
         }
         match (self.read)().await {
@@ -301,7 +303,7 @@ impl Shared {
                     error,
                     "the changed kubeconfig is invalid; keeping the existing connections"
                 );
-                look.unusable = found;
+                last_check.unusable = found;
                 generation
             }
         }
@@ -314,32 +316,32 @@ impl Shared {
         }
         let begun = Instant::now();
         let what = format!("{} {}", request.method(), request.uri().path());
-        let late = || Undelivered::Deadline {
+        let late = || ClientFailure::Deadline {
             request: what.clone(),
-            after: DEADLINE,
+            after: ANSWER_TIMEOUT,
         };
         // Watches are not limited: each gets a slot at once.
         let permit = match watch {
             true => None,
             false => Some(
-                timeout(DEADLINE, self.permits.acquire())
+                timeout(ANSWER_TIMEOUT, self.permits.acquire())
                     .await
                     .map_err(|_| late())??,
             ),
         };
         let generation = self.current().await;
-        let place = if watch {
-            generation.watch_place()
+        let slot = if watch {
+            generation.watch_slot()
         } else {
-            generation.request_place()
+            generation.request_slot()
         };
         let limit = watch_limit(request.uri());
-        let left = DEADLINE.saturating_sub(begun.elapsed());
-        let answer = generation.ask(&place.0, request, left).await;
+        let left = ANSWER_TIMEOUT.saturating_sub(begun.elapsed());
+        let answer = generation.send_within(&slot.0, request, left).await;
         let answer = answer.ok_or_else(late)??;
         drop(permit);
         if answer.status() == StatusCode::TOO_MANY_REQUESTS && !is_json(&answer) {
-            return Err(busy(answer).await.into());
+            return Err(busy_error(answer).await.into());
         }
         let flow = if watch {
             Flow::Watch {
@@ -349,14 +351,14 @@ impl Shared {
             }
         } else {
             Flow::Answer {
-                pause: Box::pin(tokio::time::sleep(DEADLINE)),
+                pause: Box::pin(tokio::time::sleep(ANSWER_TIMEOUT)),
                 request: what,
             }
         };
         Ok(answer.map(|inner| Answer {
             inner,
             flow,
-            _place: place,
+            _slot: slot,
         }))
     }
 }
@@ -371,7 +373,7 @@ fn watch_limit(uri: &Uri) -> Option<Duration> {
     let mut pairs = uri.query().unwrap_or_default().split('&');
     let seconds = pairs.find_map(|pair| pair.strip_prefix("timeoutSeconds="))?;
     let seconds = Duration::from_secs(u64::from(seconds.parse::<u32>().ok()?));
-    Some(seconds + OVERDUE)
+    Some(seconds + WATCH_MARGIN)
 }
 
 /// Whether a request is about events, which have a rate limit of their own.
@@ -385,17 +387,17 @@ fn is_json(answer: &Response<Incoming>) -> bool {
 }
 
 /// Reads a refusal of the apiserver's flow control. It has no Status, and its `Retry-After` header says when to retry.
-async fn busy(answer: Response<Incoming>) -> Undelivered {
+async fn busy_error(answer: Response<Incoming>) -> ClientFailure {
     let seconds = answer
         .headers()
         .get(RETRY_AFTER)
         .and_then(|value| value.to_str().ok()?.parse().ok());
     let body = timeout(
-        DEADLINE,
-        Limited::new(answer.into_body(), REFUSAL).collect(),
+        ANSWER_TIMEOUT,
+        Limited::new(answer.into_body(), MAX_REFUSAL_BYTES).collect(),
     );
     let text = body.await.ok().and_then(Result::ok).map(|b| b.to_bytes());
-    Undelivered::Busy {
+    ClientFailure::Busy {
         message: String::from_utf8_lossy(&text.unwrap_or_default())
             .trim()
             .to_owned(),
@@ -422,7 +424,7 @@ enum Flow {
 pub(super) struct Answer {
     inner: Incoming,
     flow: Flow,
-    _place: Place,
+    _slot: Slot,
 }
 
 impl hyper::body::Body for Answer {
@@ -460,13 +462,13 @@ impl hyper::body::Body for Answer {
             }
             Flow::Answer { pause, request } => match Pin::new(&mut this.inner).poll_frame(cx) {
                 Poll::Ready(frame) => {
-                    pause.as_mut().reset(Instant::now() + DEADLINE);
+                    pause.as_mut().reset(Instant::now() + ANSWER_TIMEOUT);
                     Poll::Ready(frame.map(|f| f.map_err(Into::into)))
                 }
                 Poll::Pending => pause.as_mut().poll(cx).map(|()| {
-                    let late = Undelivered::Deadline {
+                    let late = ClientFailure::Deadline {
                         request: std::mem::take(request),
-                        after: DEADLINE,
+                        after: ANSWER_TIMEOUT,
                     };
                     Some(Err(late.into()))
                 }),
@@ -495,19 +497,19 @@ impl Connections {
         let shared = Arc::new(Shared {
             read,
             pace,
-            permits: Semaphore::new(AT_ONCE),
+            permits: Semaphore::new(MAX_CONCURRENT_REQUESTS),
             generation: Mutex::new(Generation::new(material, stamps)),
-            look: tokio::sync::Mutex::new(Look {
+            last_check: tokio::sync::Mutex::new(MaterialCheck {
                 at: Instant::now(),
                 unusable: vec![],
             }),
         });
-        let looking = Arc::downgrade(&shared);
+        let weak = Arc::downgrade(&shared);
         tokio::spawn(async move {
             loop {
-                tokio::time::sleep(LOOK_IDLE).await;
+                tokio::time::sleep(IDLE_CHECK_INTERVAL).await;
                 // The client may have been dropped.
-                let Some(shared) = looking.upgrade() else {
+                let Some(shared) = weak.upgrade() else {
                     return;
                 };
                 shared.current().await;
@@ -567,7 +569,7 @@ mod tests {
             Box::pin(async move {
                 Ok(Material {
                     open: Box::new(open),
-                    front: BoxCloneSyncService::new(tower::service_fn(carried)),
+                    front: BoxCloneSyncService::new(tower::service_fn(send_over_pool)),
                     files: vec![],
                 })
             })
@@ -651,7 +653,7 @@ mod tests {
                 .await
                 .err()
                 .expect("no answer");
-            assert_eq!(begun.elapsed().as_secs(), DEADLINE.as_secs());
+            assert_eq!(begun.elapsed().as_secs(), ANSWER_TIMEOUT.as_secs());
             let text = error.to_string();
             assert!(text.starts_with(method) && text.ends_with("not answered within 20s"));
             assert_eq!(opened.load(Ordering::Relaxed), pools, "{method} {uri}");

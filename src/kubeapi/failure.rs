@@ -97,7 +97,7 @@ impl ApiFailure {
 
 /// Failures that our own side of the connection finds.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Undelivered {
+pub enum ClientFailure {
     /// The deadline has passed.
     #[error("{request} was not answered within {}s", after.as_secs())]
     Deadline {
@@ -116,11 +116,11 @@ pub enum Undelivered {
     },
 }
 
-impl From<&Undelivered> for ApiFailure {
-    fn from(error: &Undelivered) -> ApiFailure {
+impl From<&ClientFailure> for ApiFailure {
+    fn from(error: &ClientFailure) -> ApiFailure {
         match error {
-            Undelivered::Deadline { .. } => ApiFailure::Timeout(error.to_string()),
-            Undelivered::Busy { retry_after, .. } => ApiFailure::TooManyRequests {
+            ClientFailure::Deadline { .. } => ApiFailure::Timeout(error.to_string()),
+            ClientFailure::Busy { retry_after, .. } => ApiFailure::TooManyRequests {
                 message: error.to_string(),
                 retry_after: *retry_after,
             },
@@ -167,8 +167,8 @@ fn has_immutable_uid(details: &StatusDetails) -> bool {
 
 impl From<kube::Error> for ApiFailure {
     fn from(error: kube::Error) -> ApiFailure {
-        if let Some(undelivered) = undelivered(&error) {
-            return undelivered.into();
+        if let Some(client_failure) = client_failure(&error) {
+            return client_failure.into();
         }
         match error {
             kube::Error::Api(status) => (*status).into(),
@@ -181,8 +181,8 @@ impl From<kube::Error> for ApiFailure {
     }
 }
 
-/// Finds an [`Undelivered`] among the causes of an error.
-fn undelivered<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Undelivered> {
+/// Finds an [`ClientFailure`] among the causes of an error.
+fn client_failure<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a ClientFailure> {
     let mut cause = Some(error);
     while let Some(this) = cause {
         // The error inside an io::Error is not one of its sources.
@@ -191,7 +191,7 @@ fn undelivered<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a U
             .and_then(std::io::Error::get_ref);
         let found = this
             .downcast_ref()
-            .or_else(|| inner.and_then(|e| undelivered(e)));
+            .or_else(|| inner.and_then(|e| client_failure(e)));
         if found.is_some() {
             return found;
         }
@@ -282,7 +282,7 @@ mod tests {
 
     #[test]
     fn client_side_timeouts_have_a_class() {
-        let given_up = Undelivered::Deadline {
+        let given_up = ClientFailure::Deadline {
             request: "GET /api".into(),
             after: Duration::from_secs(20),
         };
@@ -291,7 +291,7 @@ mod tests {
             failure,
             ApiFailure::Timeout("GET /api was not answered within 20s".into())
         );
-        let busy = Undelivered::Busy {
+        let busy = ClientFailure::Busy {
             message: "later".into(),
             retry_after: Some(Duration::from_secs(1)),
         };

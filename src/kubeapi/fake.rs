@@ -49,7 +49,7 @@ impl Fake {
     }
 
     /// Sends an event to all watches.
-    pub fn say(&self, kind: &str, object: &Value) {
+    pub fn send_event(&self, kind: &str, object: &Value) {
         _ = self
             .lines
             .send(json!({"type": kind, "object": object}).to_string());

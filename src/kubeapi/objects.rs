@@ -28,17 +28,17 @@ use super::failure::ApiFailure;
 use crate::core::lock::lock;
 
 /// How long an unused object stays watched: the next pod of a Job often needs the same object.
-const LINGER: Duration = Duration::from_secs(5);
+const UNUSED_RETENTION: Duration = Duration::from_secs(5);
 /// Maximum time that a reader waits for the first answer.
 const FIRST_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Initial and maximum delay after a failed watch.
-const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+const RETRY_PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// Maximum delay after a refusal. Refusals are expected for a moment. An apiserver authorises a node for a pod's
 /// objects a little after it has bound the pod. After its own start, it does so for all pods a little later.
-const FORBIDDEN: Duration = Duration::from_secs(30);
+const MAX_FORBIDDEN_PAUSE: Duration = Duration::from_secs(30);
 /// A reader that requests an object ends the delay, but not before this time: with a new pod, the authorisation may
 /// have arrived.
-const ASKED: Duration = Duration::from_secs(1);
+const MIN_PAUSE: Duration = Duration::from_secs(1);
 
 /// Called when an object has changed. Must not block.
 pub type OnChange = Arc<dyn Fn() + Send + Sync>;
@@ -68,17 +68,17 @@ impl Referable for Secret {
 }
 
 #[derive(Debug, Clone)]
-enum Seen<K> {
+enum Answer<K> {
     Unknown,
     Unreachable(ApiFailure),
     Missing,
-    Here(Arc<K>),
+    Present(Arc<K>),
 }
 
 /// The last answer of the API about an object.
 #[derive(Debug, Clone)]
 struct View<K> {
-    seen: Seen<K>,
+    answer: Answer<K>,
     /// Number of registrations before the request for this answer.
     covers: u64,
 }
@@ -86,19 +86,19 @@ struct View<K> {
 impl<K: Referable> View<K> {
     /// Whether another object may have replaced this one: it has no watch, and a user registered after the request.
     fn is_outdated(&self, registrations: u64) -> bool {
-        matches!(&self.seen, Seen::Here(object) if object.is_immutable())
+        matches!(&self.answer, Answer::Present(object) if object.is_immutable())
             && self.covers < registrations
     }
 }
 
 struct Entry<K> {
-    seen: watch::Receiver<View<K>>,
+    view: watch::Receiver<View<K>>,
     /// Number of users that have registered so far.
     registrations: watch::Sender<u64>,
     /// The callbacks of the users, by token.
     users: Arc<Mutex<BTreeMap<u64, OnChange>>>,
     /// Ends the delay after a failed watch.
-    asked: Arc<Notify>,
+    requested: Arc<Notify>,
     /// When the last user stopped using it; `None` while it is in use.
     idle: Option<Instant>,
     _task: AbortOnDropHandle<()>,
@@ -112,10 +112,14 @@ struct Registry<K> {
 impl<K> Registry<K> {
     /// Stops the watches that have been unused for a while; returns when the next one is due.
     fn sweep(&mut self) -> Option<Instant> {
-        let over = |entry: &Entry<K>| entry.idle.is_some_and(|since| since.elapsed() >= LINGER);
+        let over = |entry: &Entry<K>| {
+            entry
+                .idle
+                .is_some_and(|since| since.elapsed() >= UNUSED_RETENTION)
+        };
         self.entries.retain(|_, entry| !over(entry));
         let idle = self.entries.values().filter_map(|entry| entry.idle);
-        idle.min().map(|since| since + LINGER)
+        idle.min().map(|since| since + UNUSED_RETENTION)
     }
 }
 
@@ -202,13 +206,13 @@ where
 
     fn begin(&self, (namespace, name): &Key) -> Entry<K> {
         let api = Api::namespaced(self.client.clone(), namespace);
-        let (sender, seen) = watch::channel(View {
-            seen: Seen::Unknown,
+        let (sender, view) = watch::channel(View {
+            answer: Answer::Unknown,
             covers: 0,
         });
         let registrations = watch::Sender::new(0);
         let users: Arc<Mutex<BTreeMap<u64, OnChange>>> = Arc::default();
-        let asked = Arc::new(Notify::new());
+        let requested = Arc::new(Notify::new());
         self.idle.notify_one();
         let watcher = Watcher {
             api,
@@ -217,12 +221,12 @@ where
             registrations: registrations.subscribe(),
             users: Arc::clone(&users),
         };
-        let task = tokio::spawn(follow(watcher, name.clone(), Arc::clone(&asked)));
+        let task = tokio::spawn(follow(watcher, name.clone(), Arc::clone(&requested)));
         Entry {
-            seen,
+            view,
             registrations,
             users,
-            asked,
+            requested,
             idle: Some(Instant::now()),
             _task: AbortOnDropHandle::new(task),
         }
@@ -247,7 +251,7 @@ where
                 .entry(key.clone())
                 .or_insert_with(|| self.begin(&key));
             entry.idle = None;
-            entry.asked.notify_one();
+            entry.requested.notify_one();
             lock(&entry.users).insert(token, Arc::clone(on_change));
             entry.registrations.send_modify(|number| *number += 1);
             let (registry, idle) = (Arc::clone(&self.registry), Arc::clone(&self.idle));
@@ -266,7 +270,7 @@ where
     /// Returns an object as last seen; for a new object, waits for the first answer of the API.
     pub async fn get(&self, namespace: &str, name: &str) -> Result<Arc<K>, ApiFailure> {
         let key = (namespace.to_owned(), name.to_owned());
-        let (mut seen, registrations) = {
+        let (mut view, registrations) = {
             let mut registry = lock(&self.registry);
             let is_known = registry.entries.contains_key(&key);
             let entry = registry
@@ -279,10 +283,10 @@ where
             }
             // A reader needs the object, so its idle time starts again.
             entry.idle = entry.idle.map(|_| Instant::now());
-            if matches!(entry.seen.borrow().seen, Seen::Unreachable(_)) {
-                entry.asked.notify_one();
+            if matches!(entry.view.borrow().answer, Answer::Unreachable(_)) {
+                entry.requested.notify_one();
             }
-            (entry.seen.clone(), *entry.registrations.borrow())
+            (entry.view.clone(), *entry.registrations.borrow())
         };
         let late = || {
             ApiFailure::Timeout(format!(
@@ -294,23 +298,23 @@ where
         let is_known = |view: &View<K>| {
             !view.is_outdated(registrations)
                 && !matches!(
-                    view.seen,
-                    Seen::Unknown | Seen::Unreachable(ApiFailure::Forbidden(_))
+                    view.answer,
+                    Answer::Unknown | Answer::Unreachable(ApiFailure::Forbidden(_))
                 )
         };
-        let _ = tokio::time::timeout(FIRST_ANSWER_TIMEOUT, seen.wait_for(is_known)).await;
-        let known = seen.borrow().clone();
+        let _ = tokio::time::timeout(FIRST_ANSWER_TIMEOUT, view.wait_for(is_known)).await;
+        let known = view.borrow().clone();
         if known.is_outdated(registrations) {
             return Err(late());
         }
-        match known.seen {
-            Seen::Unknown => Err(late()),
-            Seen::Unreachable(failure) => Err(failure),
-            Seen::Missing => Err(ApiFailure::NotFound(format!(
+        match known.answer {
+            Answer::Unknown => Err(late()),
+            Answer::Unreachable(failure) => Err(failure),
+            Answer::Missing => Err(ApiFailure::NotFound(format!(
                 "{} {name:?} not found",
                 K::KIND
             ))),
-            Seen::Here(object) => Ok(object),
+            Answer::Present(object) => Ok(object),
         }
     }
 
@@ -329,53 +333,53 @@ where
 
 /// Watches an object until the task is dropped. Failures go to the callers that request the object, which put them into
 /// their pod's events; the log would repeat them at each retry.
-async fn follow<K: Referable>(mut watcher: Watcher<K>, name: String, asked: Arc<Notify>)
+async fn follow<K: Referable>(mut watcher: Watcher<K>, name: String, requested: Arc<Notify>)
 where
     K::DynamicType: Default,
 {
-    let (mut from, mut pause) = (None, PAUSE.0);
+    let (mut from, mut pause) = (None, RETRY_PAUSE.0);
     loop {
         let begun = Instant::now();
-        match watcher.look(&mut from).await {
+        match watcher.list_and_watch(&mut from).await {
             // The object cannot change, but the name may refer to another one when the next user registers.
-            Ok(Over::UntilRegistration) => {
+            Ok(WatchEnd::UntilRegistration) => {
                 if watcher.next_registration().await.is_err() {
                     return;
                 }
-                (from, pause) = (None, PAUSE.0);
+                (from, pause) = (None, RETRY_PAUSE.0);
                 continue;
             }
             // Servers end watches after some minutes. If a server ends one at once, the next request waits.
-            Ok(Over::ForNow) if begun.elapsed() > PAUSE.1 => {
-                pause = PAUSE.0;
+            Ok(WatchEnd::ForNow) if begun.elapsed() > RETRY_PAUSE.1 => {
+                pause = RETRY_PAUSE.0;
                 continue;
             }
-            Ok(Over::ForNow) => {}
+            Ok(WatchEnd::ForNow) => {}
             Err(ApiFailure::Expired(_)) if from.take().is_some() => continue,
             Err(failure) => {
                 tracing::debug!(%failure, kind = K::KIND, name, "watch interrupted, resuming");
                 let most = match failure {
-                    ApiFailure::Forbidden(_) => FORBIDDEN,
-                    _ => PAUSE.1,
+                    ApiFailure::Forbidden(_) => MAX_FORBIDDEN_PAUSE,
+                    _ => RETRY_PAUSE.1,
                 };
                 pause = failure.retry_after().unwrap_or(pause).min(most);
                 watcher.unreachable(failure);
             }
         }
-        rest(pause, &asked).await;
-        pause = (pause * 2).min(FORBIDDEN);
+        wait_before_retry(pause, &requested).await;
+        pause = (pause * 2).min(MAX_FORBIDDEN_PAUSE);
     }
 }
 
 /// Waits after a failed watch; a caller that requests the object shortens the delay.
-async fn rest(pause: Duration, asked: &Notify) {
-    let least = pause.min(ASKED);
+async fn wait_before_retry(pause: Duration, requested: &Notify) {
+    let least = pause.min(MIN_PAUSE);
     tokio::time::sleep(least).await;
-    let _ = tokio::time::timeout(pause - least, asked.notified()).await;
+    let _ = tokio::time::timeout(pause - least, requested.notified()).await;
 }
 
 /// Why a watch stopped.
-enum Over {
+enum WatchEnd {
     /// The server ended it.
     ForNow,
     /// The object is immutable: no request is needed before another user registers.
@@ -396,15 +400,15 @@ where
     K::DynamicType: Default,
 {
     /// Lists the object unless `from` is the version to continue from, and watches it.
-    async fn look(&self, from: &mut Option<String>) -> Result<Over, ApiFailure> {
+    async fn list_and_watch(&self, from: &mut Option<String>) -> Result<WatchEnd, ApiFailure> {
         let version = match from.clone() {
             Some(version) => version,
             None => {
                 let covers = self.registered();
                 let list = ListParams::default().fields(&self.fields);
                 let mut listed = self.api.list(&list).await?;
-                if self.show(listed.items.pop(), covers) {
-                    return Ok(Over::UntilRegistration);
+                if self.publish(listed.items.pop(), covers) {
+                    return Ok(WatchEnd::UntilRegistration);
                 }
                 let version = listed.version.unwrap_or_default();
                 from.insert(version).clone()
@@ -423,11 +427,11 @@ where
                 WatchEvent::Error(status) => return Err((*status).into()),
             };
             from.clone_from(&object.meta().resource_version);
-            if self.show(there.then_some(object), self.registered()) {
-                return Ok(Over::UntilRegistration);
+            if self.publish(there.then_some(object), self.registered()) {
+                return Ok(WatchEnd::UntilRegistration);
             }
         }
-        Ok(Over::ForNow)
+        Ok(WatchEnd::ForNow)
     }
 
     fn registered(&self) -> u64 {
@@ -446,11 +450,11 @@ where
     fn unreachable(&self, failure: ApiFailure) {
         let covers = self.registered();
         self.sender.send_if_modified(|view| {
-            let is_blind = matches!(view.seen, Seen::Unknown | Seen::Unreachable(_));
+            let is_blind = matches!(view.answer, Answer::Unknown | Answer::Unreachable(_));
             let is_refused =
                 view.is_outdated(covers) && matches!(failure, ApiFailure::Forbidden(_));
             if is_blind || is_refused {
-                view.seen = Seen::Unreachable(failure);
+                view.answer = Answer::Unreachable(failure);
             }
             view.covers = covers;
             true
@@ -459,17 +463,17 @@ where
 
     /// Records the object's state, and calls the users' callbacks on a change after the initial list. Returns whether
     /// the object is immutable.
-    fn show(&self, object: Option<K>, covers: u64) -> bool {
+    fn publish(&self, object: Option<K>, covers: u64) -> bool {
         let now = match object {
             Some(mut object) => {
                 object.meta_mut().managed_fields = None;
-                Seen::Here(Arc::new(object))
+                Answer::Present(Arc::new(object))
             }
-            None => Seen::Missing,
+            None => Answer::Missing,
         };
-        let over = matches!(&now, Seen::Here(object) if object.is_immutable());
-        let version = |seen: &Seen<K>| match seen {
-            Seen::Here(object) => object
+        let over = matches!(&now, Answer::Present(object) if object.is_immutable());
+        let version = |answer: &Answer<K>| match answer {
+            Answer::Present(object) => object
                 .meta()
                 .uid
                 .clone()
@@ -478,15 +482,18 @@ where
         };
         let mut changed = false;
         self.sender.send_modify(|view| {
-            let first = matches!(view.seen, Seen::Unknown);
+            let first = matches!(view.answer, Answer::Unknown);
             changed = !first
-                && (version(&view.seen) != version(&now)
-                    || matches!(view.seen, Seen::Unreachable(_)));
-            *view = View { seen: now, covers };
+                && (version(&view.answer) != version(&now)
+                    || matches!(view.answer, Answer::Unreachable(_)));
+            *view = View {
+                answer: now,
+                covers,
+            };
         });
         if changed {
-            let told: Vec<OnChange> = lock(&self.users).values().cloned().collect();
-            told.iter().for_each(|tell| tell());
+            let callbacks: Vec<OnChange> = lock(&self.users).values().cloned().collect();
+            callbacks.iter().for_each(|call| call());
         }
         over
     }
@@ -505,8 +512,8 @@ mod tests {
     async fn an_object_is_watched_while_it_has_users_and_they_are_notified() {
         let fake = Fake::with(vec![]);
         let watched: Watched<ConfigMap> = Watched::new(fake.client());
-        let told = Arc::new(AtomicUsize::new(0));
-        let counted = Arc::clone(&told);
+        let notified = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&notified);
         let on_change: OnChange = Arc::new(move || _ = counted.fetch_add(1, Ordering::Relaxed));
         let names = ["m".to_owned()];
         let (one, two) = (
@@ -519,20 +526,20 @@ mod tests {
         ));
         until("the watch", || fake.watches() == 1).await;
         assert_eq!(
-            told.load(Ordering::Relaxed),
+            notified.load(Ordering::Relaxed),
             0,
             "the initial list is not a change"
         );
-        let say = |kind: &str, object: Value| fake.say(kind, &object);
-        say("ADDED", map(2, "a", false));
+        let send_event = |kind: &str, object: Value| fake.send_event(kind, &object);
+        send_event("ADDED", map(2, "a", false));
         until("both users are notified", || {
-            told.load(Ordering::Relaxed) == 2
+            notified.load(Ordering::Relaxed) == 2
         })
         .await;
         drop(one);
-        say("MODIFIED", map(3, "b", false));
+        send_event("MODIFIED", map(3, "b", false));
         until("the other user is notified", || {
-            told.load(Ordering::Relaxed) == 3
+            notified.load(Ordering::Relaxed) == 3
         })
         .await;
         assert_eq!(
@@ -546,13 +553,13 @@ mod tests {
             "b"
         );
         drop(two);
-        tokio::time::sleep(LINGER / 2).await;
+        tokio::time::sleep(UNUSED_RETENTION / 2).await;
         assert_eq!(
             watched.len(),
             1,
             "the watch continues for a while without users"
         );
-        tokio::time::sleep(LINGER).await;
+        tokio::time::sleep(UNUSED_RETENTION).await;
         assert!(watched.is_empty());
         until("the watch is closed", || fake.watches() == 0).await;
     }
@@ -620,7 +627,7 @@ mod tests {
         // A mutable object in its place is watched.
         until("the watch", || fake.watches() == 1).await;
         *lock(&fake.items) = vec![map(9, "d", false)];
-        fake.say("ADDED", &map(9, "d", false));
+        fake.send_event("ADDED", &map(9, "d", false));
         tokio::time::sleep(Duration::from_millis(10)).await;
         assert_eq!(read_by_new_user(&watched).await.0, value("d"));
         drop(user);
@@ -638,7 +645,7 @@ mod tests {
         let (refused, _second) = read_by_new_user(&watched).await;
         assert_eq!(refused, None, "the apiserver forbids reading the object");
         fake.fail_lists(None);
-        tokio::time::sleep(ASKED).await;
+        tokio::time::sleep(MIN_PAUSE).await;
         assert_eq!(read_by_new_user(&watched).await.0, value("a"));
     }
 }

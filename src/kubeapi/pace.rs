@@ -102,12 +102,12 @@ pub struct Pace {
 }
 
 /// Removes a request from the queue when its caller drops it.
-struct Place<'a> {
+struct QueueEntry<'a> {
     pace: &'a Pace,
     ticket: u64,
 }
 
-impl Drop for Place<'_> {
+impl Drop for QueueEntry<'_> {
     fn drop(&mut self) {
         let mut queue = lock(&self.pace.queue);
         queue.waiting.retain(|w| w.ticket != self.ticket);
@@ -145,7 +145,7 @@ impl Pace {
             return;
         }
         let object = object_of(path);
-        let (place, mut granted) = {
+        let (entry, mut granted) = {
             let mut queue = lock(&self.queue);
             if queue.waiting.is_empty() && queue.bucket.take(self.now()).is_ok() {
                 queue.count(object);
@@ -159,7 +159,7 @@ impl Pace {
                 object,
                 granted: sender,
             });
-            (Place { pace: self, ticket }, granted)
+            (QueueEntry { pace: self, ticket }, granted)
         };
         let lead = async {
             let _leader = self.leader.lock().await;
@@ -167,7 +167,7 @@ impl Pace {
             loop {
                 let taken = {
                     let mut queue = lock(&self.queue);
-                    if !queue.waiting.iter().any(|w| w.ticket == place.ticket) {
+                    if !queue.waiting.iter().any(|w| w.ticket == entry.ticket) {
                         return;
                     }
                     let taken = queue.bucket.take(self.now());

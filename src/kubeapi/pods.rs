@@ -43,7 +43,7 @@ pub struct Token {
 }
 
 /// Maximum age of a token; an older one is requested again.
-const OLD: SignedDuration = SignedDuration::from_hours(24);
+const MAX_TOKEN_AGE: SignedDuration = SignedDuration::from_hours(24);
 
 /// A token and the time of its issue.
 #[derive(Clone)]
@@ -62,7 +62,7 @@ impl Issued {
     pub fn is_fresh(&self, now: Timestamp) -> bool {
         let granted = self.token.expires.duration_since(self.at);
         let age = now.duration_since(self.at);
-        age < granted * 4 / 5 && age < OLD
+        age < granted * 4 / 5 && age < MAX_TOKEN_AGE
     }
 }
 
@@ -133,8 +133,8 @@ impl From<Option<VolumeAttachment>> for Attachment {
         }
         let status = found.status.unwrap_or_default();
         if status.attached {
-            let told = status.attachment_metadata.unwrap_or_default();
-            return Attachment::Done(told.into_iter().collect());
+            let metadata = status.attachment_metadata.unwrap_or_default();
+            return Attachment::Done(metadata.into_iter().collect());
         }
         match status.attach_error {
             Some(error) => Attachment::Failed {
@@ -181,7 +181,7 @@ pub trait PodApi: Send + Sync + 'static {
     /// Gets a claim and its volume; not cached.
     async fn claimed(&self, namespace: &str, name: &str) -> Result<Binding, ApiFailure>;
     /// Publishes a step of a claim's resize in the claim's status.
-    async fn claim_resize(&self, grown: &Grown, step: Resize<'_>) -> Result<(), ApiFailure>;
+    async fn publish_resize(&self, grown: &Grown, step: Resize<'_>) -> Result<(), ApiFailure>;
     /// Gets a ResourceClaim; not cached.
     async fn device_claim(&self, namespace: &str, name: &str) -> Result<ResourceClaim, ApiFailure>;
     /// Gets the CSIDriver object of a storage driver, if it exists.
@@ -222,7 +222,7 @@ pub trait PodApi: Send + Sync + 'static {
 }
 
 /// Maximum number of attempts to patch a claim while others write it.
-const CLAIM_TRIES: u32 = 5;
+const MAX_CLAIM_ATTEMPTS: u32 = 5;
 
 /// The API calls, over kube.
 pub struct KubePods {
@@ -236,7 +236,7 @@ pub struct KubePods {
 }
 
 /// Maximum time that a call waits for the first list of a kind.
-const SYNC: Duration = Duration::from_secs(1);
+const SYNC_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// All objects of a kind that has few, watched from the first call on.
 struct Lazy<K>(OnceLock<Cache<K>>);
@@ -259,7 +259,7 @@ where
                 K::kind(&K::DynamicType::default())
             ))
         };
-        tokio::time::timeout(SYNC, cache.synced())
+        tokio::time::timeout(SYNC_TIMEOUT, cache.synced())
             .await
             .map_err(late)?;
         Ok(cache)
@@ -408,7 +408,7 @@ impl PodApi for KubePods {
         Ok(Binding { claim, volume })
     }
 
-    async fn claim_resize(&self, grown: &Grown, step: Resize<'_>) -> Result<(), ApiFailure> {
+    async fn publish_resize(&self, grown: &Grown, step: Resize<'_>) -> Result<(), ApiFailure> {
         let (namespace, name) = (&grown.namespace, &grown.claim);
         let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
         let mut tries = 0;
@@ -425,7 +425,7 @@ impl PodApi for KubePods {
             tries += 1;
             match patched.map_err(ApiFailure::from) {
                 // The resizer writes to the claim's status as well.
-                Err(ApiFailure::Conflict(_)) if tries < CLAIM_TRIES => {}
+                Err(ApiFailure::Conflict(_)) if tries < MAX_CLAIM_ATTEMPTS => {}
                 outcome => return outcome.map(drop),
             }
         }
@@ -449,13 +449,13 @@ impl PodApi for KubePods {
         Ok(self.bundles.get(&self.client).await?.list())
     }
 
-    async fn request_certificate(&self, asked: CertificateFor<'_>) -> Result<String, ApiFailure> {
+    async fn request_certificate(&self, wanted: CertificateFor<'_>) -> Result<String, ApiFailure> {
         let CertificateFor {
             pod,
             node,
             source,
             request,
-        } = asked;
+        } = wanted;
         let namespace = pod.namespace().unwrap_or_default();
         let account = pod
             .spec

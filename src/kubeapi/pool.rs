@@ -21,14 +21,15 @@ use super::measured::{Measured, Report};
 use super::proxy::Proxy;
 
 /// Maximum time to open a connection, including the proxy and the handshake.
-const CONNECT: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// HTTP/2 keep-alive: the interval of pings on a connection without data, and the time to wait for an answer before it
 /// is closed. A server that was cut off sends nothing.
-const ALIVE: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
+const HTTP2_KEEPALIVE: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
 
 /// TCP keep-alive: the idle time before the first probe, the interval, and the number of unanswered probes before the
 /// kernel closes the connection. HTTP/1.1 has no ping of its own.
-const PROBED: (Duration, Duration, u32) = (Duration::from_secs(20), Duration::from_secs(5), 3);
+const TCP_KEEPALIVE: (Duration, Duration, u32) =
+    (Duration::from_secs(20), Duration::from_secs(5), 3);
 
 /// The user agent. Audit logs show it, and managed fields show the part before the slash.
 const USER_AGENT: &str = concat!("holdfast/", env!("CARGO_PKG_VERSION"), " (linux)");
@@ -38,9 +39,9 @@ pub(super) fn open(proxy: &Proxy, tls: &ClientConfig, report: Option<Report>) ->
     let mut plain = HttpConnector::new();
     plain.enforce_http(false);
     plain.set_nodelay(true);
-    plain.set_keepalive(Some(PROBED.0));
-    plain.set_keepalive_interval(Some(PROBED.1));
-    plain.set_keepalive_retries(Some(PROBED.2));
+    plain.set_keepalive(Some(TCP_KEEPALIVE.0));
+    plain.set_keepalive_interval(Some(TCP_KEEPALIVE.1));
+    plain.set_keepalive_retries(Some(TCP_KEEPALIVE.2));
     match proxy {
         Proxy::None => over(plain, tls, report),
         Proxy::Http { uri, auth } => {
@@ -87,12 +88,12 @@ where
     let secured: HttpsConnector<C> = https(tls).enable_all_versions().wrap_connector(connector);
     // The timeout includes the handshake: a server may accept a connection and never send anything.
     let mut connector = TimeoutConnector::new(secured);
-    connector.set_connect_timeout(Some(CONNECT));
+    connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
     let client: Client<_, kube::client::Body> = Client::builder(TokioExecutor::new())
         .timer(TokioTimer::new())
         .pool_timer(TokioTimer::new())
-        .http2_keep_alive_interval(ALIVE.0)
-        .http2_keep_alive_timeout(ALIVE.1)
+        .http2_keep_alive_interval(HTTP2_KEEPALIVE.0)
+        .http2_keep_alive_timeout(HTTP2_KEEPALIVE.1)
         .build(connector);
     let measured = Measured {
         inner: client,
@@ -140,7 +141,7 @@ mod tests {
         let pool = open(&Proxy::None, &tls, None);
         let request = Request::get(format!("http://127.0.0.1:{port}/"));
         let request = request.body(kube::client::Body::empty());
-        let asked = tokio::spawn(pool.oneshot(request.expect("a request")));
+        let request = tokio::spawn(pool.oneshot(request.expect("a request")));
         let _held = listener.accept().await.expect("a connection");
         let probed = async {
             while timer(port).as_deref() != Some("02") {
@@ -149,6 +150,6 @@ mod tests {
         };
         let waited = tokio::time::timeout(Duration::from_secs(10), probed).await;
         assert!(waited.is_ok(), "the timer is {:?}", timer(port));
-        asked.abort();
+        request.abort();
     }
 }

@@ -30,7 +30,7 @@ pub(super) enum Proxy {
 }
 
 /// Returns the `proxy-url` of the current context's cluster.
-pub(super) fn named(file: &Kubeconfig) -> Option<String> {
+pub(super) fn proxy_url(file: &Kubeconfig) -> Option<String> {
     let current = file.current_context.as_ref()?;
     let context = file.contexts.iter().find(|c| c.name == *current)?;
     let cluster = &context.context.as_ref()?.cluster;
@@ -40,7 +40,7 @@ pub(super) fn named(file: &Kubeconfig) -> Option<String> {
 }
 
 /// Whether a server is on this machine: the environment's proxy does not apply to it.
-fn is_here(server: &Uri) -> bool {
+fn is_local(server: &Uri) -> bool {
     let host = server.host().unwrap_or_default();
     let bare = host.trim_start_matches('[').trim_end_matches(']');
     bare == "localhost" || bare.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
@@ -57,7 +57,7 @@ impl Proxy {
                     "proxy-url is not a valid URL: use http://, https:// or socks5:// with a host and a port",
                 )?)
             }
-            None if is_here(server) => None,
+            None if is_local(server) => None,
             None => Matcher::from_env().intercept(server),
         };
         found.map_or(Ok(Proxy::None), |found| Proxy::of(&found))
@@ -117,7 +117,7 @@ mod tests {
             "https://[::1]:6443",
             "https://localhost",
         ] {
-            assert!(is_here(&here.parse().expect("a URI")), "{here}");
+            assert!(is_local(&here.parse().expect("a URI")), "{here}");
         }
     }
 }

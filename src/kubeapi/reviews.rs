@@ -28,7 +28,7 @@ pub struct Identity {
 
 /// A request for a node's subresource that needs authorisation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NodeAsk<'a> {
+pub struct NodeAccess<'a> {
     /// The verb.
     pub verb: &'a str,
     /// The node.
@@ -41,9 +41,10 @@ pub struct NodeAsk<'a> {
 #[async_trait]
 pub trait Reviews: Send + Sync + 'static {
     /// Returns the user of a token; `None` if the token is invalid.
-    async fn who(&self, token: &str) -> Result<Option<Identity>, ApiFailure>;
+    async fn authenticate(&self, token: &str) -> Result<Option<Identity>, ApiFailure>;
     /// Whether a user is authorised.
-    async fn may(&self, who: &Identity, ask: &NodeAsk<'_>) -> Result<bool, ApiFailure>;
+    async fn authorize(&self, user: &Identity, access: &NodeAccess<'_>)
+    -> Result<bool, ApiFailure>;
 }
 
 /// The reviews over kube.
@@ -51,7 +52,7 @@ pub struct KubeReviews(pub Client);
 
 #[async_trait]
 impl Reviews for KubeReviews {
-    async fn who(&self, token: &str) -> Result<Option<Identity>, ApiFailure> {
+    async fn authenticate(&self, token: &str) -> Result<Option<Identity>, ApiFailure> {
         let review = TokenReview {
             spec: TokenReviewSpec {
                 token: token.into(),
@@ -74,21 +75,25 @@ impl Reviews for KubeReviews {
         }))
     }
 
-    async fn may(&self, who: &Identity, ask: &NodeAsk<'_>) -> Result<bool, ApiFailure> {
+    async fn authorize(
+        &self,
+        user: &Identity,
+        access: &NodeAccess<'_>,
+    ) -> Result<bool, ApiFailure> {
         let attributes = ResourceAttributes {
-            verb: Some(ask.verb.into()),
+            verb: Some(access.verb.into()),
             version: Some("v1".into()),
             resource: Some("nodes".into()),
-            subresource: Some(ask.subresource.into()),
-            name: Some(ask.node.into()),
+            subresource: Some(access.subresource.into()),
+            name: Some(access.node.into()),
             ..ResourceAttributes::default()
         };
         let review = SubjectAccessReview {
             spec: SubjectAccessReviewSpec {
-                user: Some(who.name.clone()),
-                uid: Some(who.uid.clone()).filter(|u| !u.is_empty()),
-                groups: Some(who.groups.clone()),
-                extra: Some(who.extra.clone()).filter(|e| !e.is_empty()),
+                user: Some(user.name.clone()),
+                uid: Some(user.uid.clone()).filter(|u| !u.is_empty()),
+                groups: Some(user.groups.clone()),
+                extra: Some(user.extra.clone()).filter(|e| !e.is_empty()),
                 resource_attributes: Some(attributes),
                 ..SubjectAccessReviewSpec::default()
             },

@@ -16,7 +16,7 @@ use super::failure::ApiFailure;
 use crate::core::backoff::Doubling;
 
 /// Initial and maximum interval at which a request is polled.
-const LOOKS: Doubling = Doubling::new(Duration::from_millis(200), Duration::from_secs(5));
+const POLL_BACKOFF: Doubling = Doubling::new(Duration::from_millis(200), Duration::from_secs(5));
 
 /// A request for a certificate.
 #[derive(Debug, Clone)]
@@ -31,11 +31,11 @@ pub struct CertificateRequest {
     pub request: String,
 }
 
-/// Creates the request and waits at most `patience` for the certificate, which is PEM.
+/// Creates the request and waits at most `limit` for the certificate, which is PEM.
 pub async fn obtain(
     client: &Client,
     wanted: &CertificateRequest,
-    patience: Duration,
+    limit: Duration,
 ) -> Result<String, ApiFailure> {
     let api: Api<CertificateSigningRequest> = Api::all(client.clone());
     let object = CertificateSigningRequest {
@@ -57,14 +57,14 @@ pub async fn obtain(
         .await
         .map_err(ApiFailure::from)
     {
-        Ok(made) => made.name_any(),
+        Ok(created) => created.name_any(),
         // A request with this name, and so for the same key, exists: wait for that one.
         Err(ApiFailure::AlreadyExists(why)) => {
             wanted.name.clone().ok_or(ApiFailure::AlreadyExists(why))?
         }
         Err(error) => return Err(error),
     };
-    let (until, mut looks) = (Instant::now() + patience, LOOKS);
+    let (until, mut backoff) = (Instant::now() + limit, POLL_BACKOFF);
 
     loop {
         let status = api
@@ -92,7 +92,7 @@ pub async fn obtain(
                 c.type_.to_lowercase()
             )));
         }
-        let pause = looks.pause();
+        let pause = backoff.pause();
         if Instant::now() + pause > until {
             return Err(ApiFailure::Timeout(format!(
                 "CertificateSigningRequest {name} is not signed yet: approve it with `kubectl certificate approve {name}`"

@@ -143,8 +143,8 @@ impl PodApi for SealedApi {
         self.settle(Kind::Claims, &format!("{namespace}/{name}"), answer)
     }
 
-    async fn claim_resize(&self, grown: &Grown, step: Resize<'_>) -> Result<(), ApiFailure> {
-        self.api.claim_resize(grown, step).await
+    async fn publish_resize(&self, grown: &Grown, step: Resize<'_>) -> Result<(), ApiFailure> {
+        self.api.publish_resize(grown, step).await
     }
 
     /// Not sealed: only the apiserver knows whether a claim still belongs to the pod.

@@ -26,20 +26,20 @@ async fn tokens_name_their_account_and_expire_with_their_pod() {
         .authenticate(None, Some(&format!("Bearer {token}")))
         .expect("a valid token");
     assert_eq!(user.name, "system:serviceaccount:default:default");
-    let may = |user: &User, path: &str| {
+    let get_as = |user: &User, path: &str| {
         let mut request = Server::request("GET", path, "", vec![]);
         request.user = user.clone();
         request
     };
     assert_eq!(
-        server.send(may(&user, PODS)).await.code,
+        server.send(get_as(&user, PODS)).await.code,
         403,
         "an account may not read pods"
     );
-    assert_eq!(server.send(may(&user, "/apis")).await.code, 200);
-    let nobody = server.0.authenticate(None, None).expect("anonymous");
-    assert_eq!(server.send(may(&nobody, "/readyz")).await.code, 200);
-    assert_eq!(server.send(may(&nobody, "/apis")).await.code, 403);
+    assert_eq!(server.send(get_as(&user, "/apis")).await.code, 200);
+    let anonymous = server.0.authenticate(None, None).expect("anonymous");
+    assert_eq!(server.send(get_as(&anonymous, "/readyz")).await.code, 200);
+    assert_eq!(server.send(get_as(&anonymous, "/apis")).await.code, 403);
     assert_eq!(
         server
             .call("POST", url, &json!({"spec": {"expirationSeconds": 5}}))
@@ -559,29 +559,32 @@ async fn tokens_are_bound_to_pods_secrets_and_nodes() {
         let issued = server.ok("POST", url, &request).await;
         format!("Bearer {}", issued["status"]["token"].as_str().unwrap())
     };
-    let who = |token: &str| server.0.authenticate(None, Some(token)).ok();
+    let authenticate = |token: &str| server.0.authenticate(None, Some(token)).ok();
     let (of_pod, of_secret, of_node) = (
         token("Pod", "p").await,
         token("Secret", "s").await,
         token("Node", "n1").await,
     );
-    let extra = who(&of_pod).expect("a valid token").extra;
+    let extra = authenticate(&of_pod).expect("a valid token").extra;
     assert_eq!(extra["authentication.kubernetes.io/pod-name"], ["p"]);
     assert_eq!(extra["authentication.kubernetes.io/node-name"], ["n1"]);
     assert!(extra.contains_key("authentication.kubernetes.io/node-uid"));
-    assert!(who(&of_secret).is_some() && who(&of_node).is_some());
+    assert!(authenticate(&of_secret).is_some() && authenticate(&of_node).is_some());
     let config_map =
         json!({"spec": {"boundObjectRef": {"apiVersion": "v1", "kind": "ConfigMap", "name": "m"}}});
     assert_eq!(server.call("POST", url, &config_map).await.code, 400);
     server.ok("DELETE", &format!("{secrets}/s"), &null).await;
     server.ok("DELETE", "/api/v1/nodes/n1", &null).await;
-    assert!(who(&of_secret).is_none() && who(&of_node).is_none());
-    assert!(who(&of_pod).is_some(), "a pod's token outlives its node");
+    assert!(authenticate(&of_secret).is_none() && authenticate(&of_node).is_none());
+    assert!(
+        authenticate(&of_pod).is_some(),
+        "a pod's token outlives its node"
+    );
     // The pod's deletion time is now, and a finalizer keeps the object: the token is valid for the leeway only.
     let deleted = server
         .ok("DELETE", &format!("{PODS}/p?gracePeriodSeconds=0"), &null)
         .await;
-    assert!(who(&of_pod).is_some());
+    assert!(authenticate(&of_pod).is_some());
     let before = jiff::Timestamp::now() - jiff::SignedDuration::from_secs(70);
     let mut record = deleted;
     record["metadata"]["deletionTimestamp"] =
@@ -597,21 +600,25 @@ async fn tokens_are_bound_to_pods_secrets_and_nodes() {
         attrs: std::sync::Arc::default(),
     };
     server.0.store().write(write).await.unwrap();
-    assert!(who(&of_pod).is_none());
+    assert!(authenticate(&of_pod).is_none());
 }
 
 /// An invalid bearer token is rejected if no other credential is valid. Another scheme is not a credential.
 #[tokio::test]
 async fn only_presented_bearer_tokens_are_rejected() {
     let server = Server::new().await;
-    let who = |header: &str| {
+    let authenticate = |header: &str| {
         let user = server.0.authenticate(None, Some(header));
         user.map(|u| u.name).map_err(|e| e.code)
     };
-    assert_eq!(who("Bearer nonsense"), Err(401));
-    assert_eq!(who("bearer nonsense"), Err(401));
+    assert_eq!(authenticate("Bearer nonsense"), Err(401));
+    assert_eq!(authenticate("bearer nonsense"), Err(401));
     for none in ["", "Bearer", "Bearer ", "Basic YTpi"] {
-        assert_eq!(who(none), Ok("system:anonymous".into()), "{none:?}");
+        assert_eq!(
+            authenticate(none),
+            Ok("system:anonymous".into()),
+            "{none:?}"
+        );
     }
     // The certificate is checked first. If it is not trusted, the token is checked.
     let mut params = rcgen::CertificateParams::default();

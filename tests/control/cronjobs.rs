@@ -89,8 +89,8 @@ async fn an_invalid_cron_job_is_refused_with_the_field() {
         assert_eq!(reply.code, 422, "{line}");
         let causes = reply.body["details"]["causes"].as_array().unwrap();
         let field = format!("spec.{field}");
-        let told = causes.iter().any(|c| c["field"] == field);
-        assert!(told, "{line}: {}", reply.body);
+        let reported = causes.iter().any(|c| c["field"] == field);
+        assert!(reported, "{line}: {}", reply.body);
     }
     let long = cron(&"x".repeat(53), json!({}));
     assert_eq!(server.call("POST", CRONS, &long).await.code, 422);
@@ -143,19 +143,19 @@ async fn a_cron_job_creates_jobs_on_time_and_deletes_them() {
     assert_eq!(listed.0, job.uid());
     let minute = listed.1.0.as_second() / 60;
     assert_eq!(job.name_any(), format!("c-{minute}"));
-    plane.told("c", &["SuccessfulCreate"]).await;
+    plane.wait_for_events("c", &["SuccessfulCreate"]).await;
 
     let suspend = Patch::Merge(json!({"spec": {"suspend": true}}));
     crons.patch("c", &parameters, &suspend).await.unwrap();
     let pods = plane.active(1).await;
-    plane.ends(&pods[0], "Succeeded", 0).await;
+    plane.finish_pod(&pods[0], "Succeeded", 0).await;
     plane
         .wait("the success in the status", || async {
             let status = crons.get("c").await.unwrap().status?;
             (status.active.is_none() && status.last_successful_time.is_some()).then_some(())
         })
         .await;
-    plane.told("c", &["SawCompletedJob"]).await;
+    plane.wait_for_events("c", &["SawCompletedJob"]).await;
     crons
         .delete("c", &DeleteParams::background())
         .await

@@ -20,9 +20,9 @@ fn binding(name: &str, kind: &str, role: &str, user: &str) -> Value {
 async fn server() -> Server {
     let server = Server::with_roles().await;
     let bindings = format!("{RBAC}/namespaces/default/rolebindings");
-    for who in ["admin", "edit", "view"] {
+    for user in ["admin", "edit", "view"] {
         server
-            .ok("POST", &bindings, &binding(who, "ClusterRole", who, who))
+            .ok("POST", &bindings, &binding(user, "ClusterRole", user, user))
             .await;
     }
     let all = json!(["create", "get", "update", "patch"]);
@@ -46,7 +46,7 @@ async fn admin_edit_and_view_have_their_upstream_rights() {
     let server = server().await;
     let secrets = "/api/v1/namespaces/default/secrets";
     let roles = format!("{RBAC}/namespaces/default/roles");
-    for (who, method, url, code) in [
+    for (user, method, url, code) in [
         ("edit", "GET", PODS, 200),
         ("admin", "GET", PODS, 200),
         ("admin", "GET", secrets, 200),
@@ -61,8 +61,8 @@ async fn admin_edit_and_view_have_their_upstream_rights() {
         ("view", "GET", "/api/v1/namespaces", 403),
         ("admin", "GET", "/api/v1/nodes", 403),
     ] {
-        let reply = server.call_as(who, &[], method, url, &Value::Null).await;
-        assert_eq!(reply.code, code, "{who} {method} {url}: {}", reply.body);
+        let reply = server.call_as(user, &[], method, url, &Value::Null).await;
+        assert_eq!(reply.code, code, "{user} {method} {url}: {}", reply.body);
     }
 }
 
@@ -92,7 +92,7 @@ fn body(words: &str) -> Value {
 #[tokio::test]
 async fn roles_allow_no_escalation() {
     let server = server().await;
-    for (who, method, path, what, code) in [
+    for (user, method, path, what, code) in [
         ("admin", "POST", "roles", "role nodes", 403),
         ("admin", "POST", "roles", "role escalate", 403),
         ("admin", "POST", "roles", "role everything", 403),
@@ -175,10 +175,10 @@ async fn roles_allow_no_escalation() {
         } else {
             format!("{RBAC}/namespaces/default/{path}")
         };
-        let reply = server.call_as(who, &[], method, &url, &body(what)).await;
+        let reply = server.call_as(user, &[], method, &url, &body(what)).await;
         assert_eq!(
             reply.code, code,
-            "{who} {method} {path} {what}: {}",
+            "{user} {method} {path} {what}: {}",
             reply.body
         );
     }
@@ -239,7 +239,7 @@ async fn certificate_requests_need_rights_on_their_signer() {
     let requests = |verbs: &[&str], resource: &str| json!({"apiGroups": ["certificates.k8s.io"], "resources": [resource], "verbs": verbs});
     let signers = |verb: &str, name: &str| json!({"apiGroups": ["certificates.k8s.io"], "resources": ["signers"], "resourceNames": [name], "verbs": [verb]});
     let write = ["get", "update", "patch"];
-    for (who, rules) in [
+    for (user, rules) in [
         (
             "weak",
             json!([
@@ -263,9 +263,9 @@ async fn certificate_requests_need_rights_on_their_signer() {
         ),
     ] {
         server
-            .ok("POST", &format!("{RBAC}/clusterroles"), &role(who, rules))
+            .ok("POST", &format!("{RBAC}/clusterroles"), &role(user, rules))
             .await;
-        let bound = binding(who, "ClusterRole", who, who);
+        let bound = binding(user, "ClusterRole", user, user);
         server
             .ok("POST", &format!("{RBAC}/clusterrolebindings"), &bound)
             .await;
@@ -279,7 +279,7 @@ async fn certificate_requests_need_rights_on_their_signer() {
         .await;
     let decision = json!({"status": {"conditions": [{"type": "Approved", "status": "True", "reason": "x", "message": ""}]}});
     let issue = json!({"status": {"certificate": "YQ=="}});
-    for (who, sub, body, code) in [
+    for (user, sub, body, code) in [
         ("weak", "approval", &decision, 403),
         ("weak", "status", &issue, 403),
         ("approver", "status", &issue, 403),
@@ -288,9 +288,9 @@ async fn certificate_requests_need_rights_on_their_signer() {
         ("signer", "status", &decision, 200),
     ] {
         let reply = server
-            .call_as(who, &[], "PATCH", &format!("{CSRS}/r/{sub}"), body)
+            .call_as(user, &[], "PATCH", &format!("{CSRS}/r/{sub}"), body)
             .await;
-        assert_eq!(reply.code, code, "{who} {sub}: {}", reply.body);
+        assert_eq!(reply.code, code, "{user} {sub}: {}", reply.body);
     }
     let conditions = |object: Value| {
         object["status"]["conditions"]
@@ -301,14 +301,14 @@ async fn certificate_requests_need_rights_on_their_signer() {
         conditions(server.ok("GET", &format!("{CSRS}/r"), &Value::Null).await),
         0
     );
-    for (who, sub, body) in [
+    for (user, sub, body) in [
         ("approver", "approval", &decision),
         ("signer", "status", &issue),
     ] {
         let reply = server
-            .call_as(who, &[], "PATCH", &format!("{CSRS}/r/{sub}"), body)
+            .call_as(user, &[], "PATCH", &format!("{CSRS}/r/{sub}"), body)
             .await;
-        assert_eq!(reply.code, 200, "{who} {sub}: {}", reply.body);
+        assert_eq!(reply.code, 200, "{user} {sub}: {}", reply.body);
     }
     assert_eq!(
         conditions(server.ok("GET", &format!("{CSRS}/r"), &Value::Null).await),
@@ -328,8 +328,8 @@ async fn reviews_check_their_group_and_tokens_their_audience() {
     let issue = |audiences: Value| {
         let server = &server;
         async move {
-            let asked = json!({"spec": {"audiences": audiences}});
-            let token = server.ok("POST", url, &asked).await;
+            let request_body = json!({"spec": {"audiences": audiences}});
+            let token = server.ok("POST", url, &request_body).await;
             token["status"]["token"].as_str().unwrap().to_owned()
         }
     };
@@ -348,8 +348,10 @@ async fn reviews_check_their_group_and_tokens_their_audience() {
         (&vault, json!(["vault", "third"]), true, json!(["vault"])),
         (&ours, json!(["vault"]), false, Value::Null),
     ] {
-        let asked = json!({"spec": {"token": token, "audiences": audiences}});
-        let review = server.call_as("d", &[], "POST", reviews, &asked).await;
+        let request_body = json!({"spec": {"token": token, "audiences": audiences}});
+        let review = server
+            .call_as("d", &[], "POST", reviews, &request_body)
+            .await;
         assert_eq!(review.code, 201, "{}", review.body);
         let status = &review.body["status"];
         assert_eq!(
@@ -365,9 +367,11 @@ async fn reviews_check_their_group_and_tokens_their_audience() {
             .is_err(),
         "a token for another audience is not accepted"
     );
-    let asked = json!({"spec": {"token": ours}});
-    let stranger = server.call_as("x", &[], "POST", reviews, &asked).await;
-    assert_eq!(stranger.code, 403);
+    let request_body = json!({"spec": {"token": ours}});
+    let unauthorized = server
+        .call_as("x", &[], "POST", reviews, &request_body)
+        .await;
+    assert_eq!(unauthorized.code, 403);
 }
 
 /// Every verb on every kind, with the credentials of a node and of a bootstrap token: everything that
@@ -587,16 +591,20 @@ async fn a_nodes_status_writes_grant_nothing() {
 #[tokio::test]
 async fn an_update_needs_the_right_to_create() {
     let server = Server::with_roles().await;
-    let may = |verbs: &[&str]| json!([{"apiGroups": ["", "coordination.k8s.io"], "resources": ["services", "endpoints", "events", "leases"], "verbs": verbs}]);
+    let allow_verbs = |verbs: &[&str]| json!([{"apiGroups": ["", "coordination.k8s.io"], "resources": ["services", "endpoints", "events", "leases"], "verbs": verbs}]);
     let roles = format!("{RBAC}/namespaces/default");
-    for (who, verbs) in [
+    for (user, verbs) in [
         ("updates", &["update"][..]),
         ("creates", &["update", "create"]),
     ] {
         server
-            .ok("POST", &format!("{roles}/roles"), &role(who, may(verbs)))
+            .ok(
+                "POST",
+                &format!("{roles}/roles"),
+                &role(user, allow_verbs(verbs)),
+            )
             .await;
-        let bound = binding(who, "Role", who, who);
+        let bound = binding(user, "Role", user, user);
         server
             .ok("POST", &format!("{roles}/rolebindings"), &bound)
             .await;

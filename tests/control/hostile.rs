@@ -68,8 +68,8 @@ const SERVICES: &str = "/api/v1/namespaces/default/services";
 /// An object that exists before a request, and the request: user, method, URL and body. In a URL `NAME`
 /// is the object's name.
 struct Case {
-    there: Option<(&'static str, Value)>,
-    who: &'static str,
+    existing: Option<(&'static str, Value)>,
+    user: &'static str,
     method: &'static str,
     url: String,
     kind: &'static str,
@@ -79,8 +79,8 @@ struct Case {
 impl Case {
     fn new(method: &'static str, url: impl Into<String>, body: Value) -> Case {
         Case {
-            there: None,
-            who: "root",
+            existing: None,
+            user: "root",
             method,
             url: url.into(),
             kind: if method == "PATCH" {
@@ -94,7 +94,7 @@ impl Case {
 
     fn of(self, url: &'static str, object: Value) -> Case {
         Case {
-            there: Some((url, object)),
+            existing: Some((url, object)),
             ..self
         }
     }
@@ -123,7 +123,7 @@ fn pod_of(spec: Value) -> Value {
 /// Writes of lists that are merged, compared or checked element by element.
 fn writes(n: usize) -> Vec<(&'static str, Case)> {
     let role = |rules: Value| Case {
-        who: "admin",
+        user: "admin",
         ..Case::new(
             "POST",
             format!("{RBAC}/namespaces/default/roles"),
@@ -214,7 +214,7 @@ fn reads(n: usize) -> Vec<(&'static str, Case)> {
 impl Server {
     /// The CPU time that a request takes on this thread (the smaller of two attempts), and the status code.
     async fn cost(&self, case: Case, name: &str) -> (Duration, u16) {
-        if let Some((url, object)) = &case.there {
+        if let Some((url, object)) = &case.existing {
             let object = object.to_string().replace("NAME", name);
             let reply = self
                 .send(Server::request(
@@ -235,8 +235,8 @@ impl Server {
             let url = case.url.replace("NAME", name);
             let mut request = Server::request(case.method, &url, case.kind, body);
             request.accept = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json".into();
-            if case.who != "root" {
-                request.user.name = case.who.into();
+            if case.user != "root" {
+                request.user.name = case.user.into();
                 request.user.groups = vec!["system:authenticated".into()];
             }
             let time = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap());
@@ -325,7 +325,7 @@ async fn a_large_request_does_not_block_a_worker() {
         )
     };
     // How often the worker can do other work until a request is answered.
-    let turns = async |answer: &mut (dyn Future<Output = Answer> + Unpin)| {
+    let count_yields = async |answer: &mut (dyn Future<Output = Answer> + Unpin)| {
         let mut count = 0_u64;
         let code = loop {
             tokio::select! {
@@ -339,16 +339,19 @@ async fn a_large_request_does_not_block_a_worker() {
         };
         (code, count)
     };
-    let here = |request: Request| Box::pin(server.0.answer(request));
-    let apart = |request: Request| Box::pin(server.0.answer_apart(request));
+    let direct = |request: Request| Box::pin(server.0.answer(request));
+    let offloaded = |request: Request| Box::pin(server.0.answer_offloaded(request));
     assert_eq!(
-        turns(&mut here(request(&map))).await,
+        count_yields(&mut direct(request(&map))).await,
         (201, 0),
         "the small request for comparison"
     );
-    let (code, count) = turns(&mut apart(request(&map))).await;
+    let (code, count) = count_yields(&mut offloaded(request(&map))).await;
     assert!(code == 201 && count > 10, "{code}, {count} turns");
     // A small one is answered immediately.
     let small = json!({"metadata": {"name": "small"}}).to_string();
-    assert_eq!(turns(&mut apart(request(&small))).await, (201, 0));
+    assert_eq!(
+        count_yields(&mut offloaded(request(&small))).await,
+        (201, 0)
+    );
 }

@@ -123,8 +123,8 @@ async fn an_invalid_job_is_refused_with_the_field() {
         assert_eq!(reply.code, 422, "{line}");
         let causes = reply.body["details"]["causes"].as_array().unwrap();
         let field = format!("spec.{field}");
-        let told = causes.iter().any(|c| c["field"] == field);
-        assert!(told, "{line}: {}", reply.body);
+        let reported = causes.iter().any(|c| c["field"] == field);
+        assert!(reported, "{line}: {}", reply.body);
     }
     let indexed = json!({"completions": 11, "completionMode": "Indexed"});
     let long = server
@@ -293,11 +293,11 @@ async fn the_status_of_a_job_is_consistent_and_final() {
         let url = format!("{JOBS}/{name}/status");
         let reply = server.patch(&url, MERGE, patch).await;
         let causes = reply.body["details"]["causes"].as_array();
-        let told = causes.into_iter().flatten();
-        let mut told = told.filter_map(|c| c["field"].as_str());
+        let reported = causes.into_iter().flatten();
+        let mut reported = reported.filter_map(|c| c["field"].as_str());
         let fine = match field {
             "-" => reply.code == 200,
-            field => told.any(|f| f == format!("status.{field}")),
+            field => reported.any(|f| f == format!("status.{field}")),
         };
         assert!(fine, "{line}: {}", reply.body);
     }
@@ -370,14 +370,14 @@ impl Plane {
         api.create(&PostParams::default(), &object).await.unwrap()
     }
 
-    /// Waits until `look` finds something.
+    /// Waits until `find` finds something.
     pub async fn wait<T, F: Future<Output = Option<T>>>(
         &self,
         what: &str,
-        look: impl Fn() -> F,
+        find: impl Fn() -> F,
     ) -> T {
         for _ in 0..600 {
-            if let Some(found) = look().await {
+            if let Some(found) = find().await {
                 return found;
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
@@ -411,7 +411,7 @@ impl Plane {
         .await
     }
 
-    pub async fn ends(&self, pod: &Pod, phase: &str, code: i32) {
+    pub async fn finish_pod(&self, pod: &Pod, phase: &str, code: i32) {
         let now = jiff::Timestamp::now().to_string();
         let patch = json!({"status": {"phase": phase, "containerStatuses": [{"name": "c", "image": "i:1", "imageID": "", "ready": false,
             "restartCount": 0, "state": {"terminated": {"exitCode": code, "finishedAt": now}}}]}});
@@ -435,7 +435,7 @@ impl Plane {
     }
 
     /// Waits until events with these reasons about an object exist.
-    pub async fn told(&self, name: &str, reasons: &[&str]) {
+    pub async fn wait_for_events(&self, name: &str, reasons: &[&str]) {
         self.wait(&format!("events {reasons:?} of {name}"), || async {
             let events = self
                 .api::<Event>()
@@ -478,7 +478,7 @@ async fn a_jobs_pods_are_created_counted_and_released() {
         let variable = &spec.containers[0].env.as_ref().unwrap()[0];
         assert_eq!(variable.name, "JOB_COMPLETION_INDEX");
     }
-    plane.ends(&pods[1], "Succeeded", 0).await;
+    plane.finish_pod(&pods[1], "Succeeded", 0).await;
     plane
         .wait("one pod to be counted", || async {
             let status = plane.api::<Job>().get("j").await.unwrap().status.unwrap();
@@ -486,7 +486,7 @@ async fn a_jobs_pods_are_created_counted_and_released() {
                 .then_some(())
         })
         .await;
-    plane.ends(&pods[0], "Succeeded", 0).await;
+    plane.finish_pod(&pods[0], "Succeeded", 0).await;
     let status = plane.condition("j", "Complete").await.status.unwrap();
     assert_eq!(
         (status.succeeded, status.active, status.failed),
@@ -495,7 +495,9 @@ async fn a_jobs_pods_are_created_counted_and_released() {
     assert_eq!(status.completed_indexes.as_deref(), Some("0,1"));
     assert!(status.completion_time >= status.start_time);
     assert!(plane.pods().await.iter().all(|p| p.finalizers().is_empty()));
-    plane.told("j", &["SuccessfulCreate", "Completed"]).await;
+    plane
+        .wait_for_events("j", &["SuccessfulCreate", "Completed"])
+        .await;
     plane
         .api::<Job>()
         .delete("j", &DeleteParams::background())
@@ -518,7 +520,7 @@ async fn a_job_fails_is_suspended_and_resumes() {
         ))
         .await;
     let pods = plane.active(1).await;
-    plane.ends(&pods[0], "Failed", 1).await;
+    plane.finish_pod(&pods[0], "Failed", 1).await;
     let status = plane.condition("f", "Failed").await.status.unwrap();
     let reasons: Vec<_> = status
         .conditions
@@ -534,7 +536,7 @@ async fn a_job_fails_is_suspended_and_resumes() {
         ]
     );
     assert_eq!(status.failed, Some(1));
-    plane.told("f", &["BackoffLimitExceeded"]).await;
+    plane.wait_for_events("f", &["BackoffLimitExceeded"]).await;
     plane
         .wait("the deletion after the job's ttl", || async {
             let gone = plane.api::<Job>().get_opt("f").await.unwrap().is_none();
@@ -564,7 +566,7 @@ async fn a_job_fails_is_suspended_and_resumes() {
         Some("DeadlineExceeded")
     );
     plane
-        .told("s", &["Suspended", "Resumed", "DeadlineExceeded"])
+        .wait_for_events("s", &["Suspended", "Resumed", "DeadlineExceeded"])
         .await;
     assert!(plane.pods().await.is_empty(), "running pods are deleted");
 }

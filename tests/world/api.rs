@@ -182,7 +182,7 @@ impl PodApi for World {
         Err(ApiFailure::Other("no claims here".into()))
     }
 
-    async fn claim_resize(&self, _: &Grown, _: Resize<'_>) -> Result<(), ApiFailure> {
+    async fn publish_resize(&self, _: &Grown, _: Resize<'_>) -> Result<(), ApiFailure> {
         Ok(())
     }
 

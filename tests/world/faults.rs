@@ -134,7 +134,7 @@ impl World {
     /// error: the request is not served.
     pub(super) async fn request(&self) -> Result<bool, ApiFailure> {
         if self.state().refuses {
-            self.state().answers.note(None);
+            self.state().answers.record(None);
             return Err(ApiFailure::Unavailable("connection refused".into()));
         }
         let fault = self.fault().await;
@@ -176,7 +176,7 @@ impl World {
     pub fn refuse(&self, refuses: bool) {
         let mut state = self.state();
         state.refuses = refuses;
-        state.answers.note((!refuses).then_some(200));
+        state.answers.record((!refuses).then_some(200));
     }
 
     /// Makes the API stop answering, or answer again.

@@ -309,7 +309,7 @@ impl World {
     }
 
     fn start(&self) -> tokio::task::JoinHandle<()> {
-        let (writer, pods) = Cache::by_hand();
+        let (writer, pods) = Cache::without_watch();
         let (statics_sender, statics) = watch::channel(Statics::default());
         {
             let mut state = self.state();

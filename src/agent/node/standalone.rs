@@ -64,7 +64,7 @@ impl PodApi for NoApi {
         none()
     }
 
-    async fn claim_resize(&self, _: &Grown, _: Resize<'_>) -> Result<(), ApiFailure> {
+    async fn publish_resize(&self, _: &Grown, _: Resize<'_>) -> Result<(), ApiFailure> {
         none()
     }
 

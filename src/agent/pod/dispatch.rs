@@ -322,7 +322,7 @@ impl Dispatcher {
         let mut names = BTreeSet::new();
         for ((namespace, name), change) in changes {
             let full_name = pod::full_name_of(&namespace, &name);
-            if let Some(last) = change.gone {
+            if let Some(last) = change.deleted {
                 self.take_last(last);
             }
             self.desired.set_object(&full_name, change.now);

@@ -17,7 +17,7 @@ use crate::core::lock::lock;
 use crate::core::node::signing::subject;
 use crate::core::serving::Needs;
 use crate::https::{Body, Peer, text};
-use crate::kubeapi::reviews::{Identity, NodeAsk, Reviews};
+use crate::kubeapi::reviews::{Identity, NodeAccess, Reviews};
 
 /// Limit for entries of each cache.
 const REMEMBERED: usize = 1024;
@@ -191,7 +191,7 @@ impl Access {
         if let Some(known) = known() {
             return known.ok_or_else(unauthorized);
         }
-        match reviews.who(token).await {
+        match reviews.authenticate(token).await {
             Ok(Some(found)) => {
                 self.tokens.put(key, found.clone(), self.serving.token_ttl);
                 Ok(found)
@@ -219,12 +219,15 @@ impl Access {
             let allowed = match self.decisions.get(&key) {
                 Some(known) => known,
                 None => {
-                    let ask = NodeAsk {
+                    let ask = NodeAccess {
                         verb: needs.verb,
                         node: &self.node,
                         subresource,
                     };
-                    let allowed = reviews.may(who, &ask).await.map_err(|e| e.to_string())?;
+                    let allowed = reviews
+                        .authorize(who, &ask)
+                        .await
+                        .map_err(|e| e.to_string())?;
                     let (yes, no) = self.serving.review_ttl;
                     self.decisions
                         .put(key, allowed, if allowed { yes } else { no });
@@ -283,7 +286,7 @@ mod tests {
 
     #[async_trait::async_trait]
     impl Reviews for Fixed {
-        async fn who(&self, token: &str) -> Result<Option<Identity>, ApiFailure> {
+        async fn authenticate(&self, token: &str) -> Result<Option<Identity>, ApiFailure> {
             self.asked.fetch_add(1, Ordering::Relaxed);
             match token {
                 "good" => Ok(Some(Identity {
@@ -296,7 +299,11 @@ mod tests {
             }
         }
 
-        async fn may(&self, who: &Identity, ask: &NodeAsk<'_>) -> Result<bool, ApiFailure> {
+        async fn authorize(
+            &self,
+            who: &Identity,
+            ask: &NodeAccess<'_>,
+        ) -> Result<bool, ApiFailure> {
             self.asked.fetch_add(1, Ordering::Relaxed);
             let all = who.groups.iter().any(|g| g == "masters");
             Ok(all || (who.name == "reader" && ask.subresource == "metrics" && ask.verb == "get"))

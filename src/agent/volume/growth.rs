@@ -235,7 +235,7 @@ pub(super) async fn begin(context: &Context, grown: &Grown) -> Result<(), NotGro
     if !grown.records_state {
         return Ok(());
     }
-    let told = context.api.claim_resize(grown, Resize::Started);
+    let told = context.api.publish_resize(grown, Resize::Started);
     told.await
         .map_err(|e| NotGrown::new(format!("updating the claim's status failed: {e}"), false))
 }
@@ -251,7 +251,7 @@ async fn emit_failure(context: &Context, grown: &Grown, failed: &NotGrown) {
         infeasible: failed.infeasible,
         at: context.clock.now(),
     };
-    if let Err(error) = context.api.claim_resize(grown, step).await {
+    if let Err(error) = context.api.publish_resize(grown, step).await {
         tracing::warn!(%error, namespace, claim, "publishing a failed expansion in the claim's status failed");
     }
 }
@@ -290,7 +290,7 @@ async fn publish_size(context: &Context, grown: &Grown) -> Result<(), NotGrown> 
     }
     let told = context
         .api
-        .claim_resize(grown, Resize::Completed(&grown.text));
+        .publish_resize(grown, Resize::Completed(&grown.text));
     told.await.map_err(|e| {
         let why = format!("mountVolume.NodeExpandVolume update pvc status failed: {e}");
         NotGrown::new(why, false)

@@ -21,7 +21,7 @@ pub fn namespace(
         .get(&key)
         .ok_or_else(|| ApiError::not_found("", "namespaces", namespace))?;
     let object: Value = serde_json::from_slice(&record.value).map_err(ApiError::internal)?;
-    if super::object::deleting(&object) {
+    if super::object::is_deleting(&object) {
         let mut error = ApiError::forbidden(format!(
             "{} {name:?} is forbidden: unable to create new content in namespace {namespace} because it is being terminated",
             resource.plural

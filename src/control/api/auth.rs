@@ -115,7 +115,7 @@ fn bearer(authorization: &str) -> Option<&str> {
 const DELETED_LEEWAY: i64 = 60;
 
 /// Reads a stored object. `None` if its uid differs, or if its deletion has been due for longer than the leeway.
-fn alive(store: &Store, key: &str, uid: &str) -> Option<Value> {
+fn get_valid(store: &Store, key: &str, uid: &str) -> Option<Value> {
     let object: Value = serde_json::from_slice(&store.get(key)?.value).ok()?;
     let before = super::object::later(jiff::Timestamp::now(), -DELETED_LEEWAY);
     let over = text(&object, &["metadata", "deletionTimestamp"])
@@ -174,30 +174,30 @@ fn of_account(namespace: &str, account: &str, uid: &str) -> User {
 
 /// The user of a TokenRequest token (`pkg/serviceaccount/claims.go`).
 fn of_claims(claims: &Value, store: &Store) -> Option<User> {
-    let about = claims.get("kubernetes.io")?;
-    let namespace = text(about, &["namespace"])?;
-    let account = text(about, &["serviceaccount", "name"])?;
-    let uid = text(about, &["serviceaccount", "uid"])?;
-    alive(
+    let private_claims = claims.get("kubernetes.io")?;
+    let namespace = text(private_claims, &["namespace"])?;
+    let account = text(private_claims, &["serviceaccount", "name"])?;
+    let uid = text(private_claims, &["serviceaccount", "uid"])?;
+    get_valid(
         store,
         &format!("serviceaccounts/{namespace}/{account}"),
         uid,
     )?;
     let named = |kind: &str| {
-        let bound = about.get(kind)?;
+        let bound = private_claims.get(kind)?;
         Some((
             text(bound, &["name"])?,
             text(bound, &["uid"]).unwrap_or_default(),
         ))
     };
     if let Some((secret, uid)) = named("secret") {
-        alive(store, &format!("secrets/{namespace}/{secret}"), uid)?;
+        get_valid(store, &format!("secrets/{namespace}/{secret}"), uid)?;
     }
     let (pod, node) = (named("pod"), named("node"));
     match (pod, node) {
-        (Some((pod, uid)), _) => drop(alive(store, &format!("pods/{namespace}/{pod}"), uid)?),
+        (Some((pod, uid)), _) => drop(get_valid(store, &format!("pods/{namespace}/{pod}"), uid)?),
         // If the token is bound to a pod, its node claim is informational and not verified.
-        (None, Some((node, uid))) => drop(alive(store, &format!("nodes/{node}"), uid)?),
+        (None, Some((node, uid))) => drop(get_valid(store, &format!("nodes/{node}"), uid)?),
         (None, None) => {}
     }
     let mut user = of_account(namespace, account, uid);
@@ -231,15 +231,15 @@ fn of_secret(token: &str, claims: &Value, store: &Store) -> Option<User> {
     let same = aws_lc_rs::constant_time::verify_slices_are_equal(&held, token.as_bytes()).is_ok();
     let invalid =
         text(&secret, &["metadata", "labels", INVALID_SINCE]).is_some_and(|t| !t.is_empty());
-    if !same || invalid || super::object::deleting(&secret) {
+    if !same || invalid || super::object::is_deleting(&secret) {
         return None;
     }
-    let found = alive(
+    let found = get_valid(
         store,
         &format!("serviceaccounts/{namespace}/{account}"),
         uid,
     )?;
-    (!super::object::deleting(&found)).then(|| of_account(namespace, account, uid))
+    (!super::object::is_deleting(&found)).then(|| of_account(namespace, account, uid))
 }
 
 /// Label of a Secret whose token is no longer accepted.
@@ -268,7 +268,7 @@ fn of_bootstrap(id: &str, secret: &str, store: &Store) -> Option<User> {
         .ok()
     };
     let kind = text(&object, &["type"]) == Some("bootstrap.kubernetes.io/token")
-        && !super::object::deleting(&object);
+        && !super::object::is_deleting(&object);
     let known = value("token-secret")?;
     let same =
         aws_lc_rs::constant_time::verify_slices_are_equal(known.as_bytes(), secret.as_bytes())
@@ -297,7 +297,7 @@ fn of_bootstrap(id: &str, secret: &str, store: &Store) -> Option<User> {
 
 /// The attributes of a request for authorisation.
 #[derive(Debug, Default, Clone, Copy)]
-pub struct Ask<'a> {
+pub struct Attributes<'a> {
     /// The verb, for instance `list`.
     pub verb: &'a str,
     /// The API group.
@@ -316,67 +316,78 @@ pub struct Ask<'a> {
 
 /// Whether the built-in rules allow the request. The caller also checks RBAC and, for nodes, the graph.
 #[must_use]
-pub fn may(user: &User, ask: &Ask<'_>) -> bool {
+pub fn is_allowed(user: &User, attributes: &Attributes<'_>) -> bool {
     if user.is_in("system:masters") {
         return true;
     }
     if user.is_in("system:authenticated")
-        && ask.verb == "create"
+        && attributes.verb == "create"
         && matches!(
-            (ask.group, ask.resource),
+            (attributes.group, attributes.resource),
             ("authorization.k8s.io", "selfsubjectaccessreviews")
                 | ("authentication.k8s.io", "selfsubjectreviews")
         )
     {
         return true;
     }
-    user.node().is_some_and(|node| node_may(node, ask))
+    user.node()
+        .is_some_and(|node| is_node_allowed(node, attributes))
 }
 
 /// The requests that a node's agent is allowed (upstream's `NodeRules` and node authoriser). The
 /// graph restricts the objects, admission the content.
-fn node_may(node: &str, ask: &Ask<'_>) -> bool {
-    let read = matches!(ask.verb, "get" | "list" | "watch");
-    let change = matches!(ask.verb, "update" | "patch");
-    match (ask.resource, ask.sub) {
-        ("nodes", "") => ask.verb == "create" || ((read || change) && ask.name == node),
-        ("nodes", "status") => change && ask.name == node,
-        ("pods", "") => match ask.verb {
-            "list" | "watch" => ask.on_node == node,
+fn is_node_allowed(node: &str, attributes: &Attributes<'_>) -> bool {
+    let read = matches!(attributes.verb, "get" | "list" | "watch");
+    let change = matches!(attributes.verb, "update" | "patch");
+    match (attributes.resource, attributes.sub) {
+        ("nodes", "") => {
+            attributes.verb == "create" || ((read || change) && attributes.name == node)
+        }
+        ("nodes", "status") => change && attributes.name == node,
+        ("pods", "") => match attributes.verb {
+            "list" | "watch" => attributes.on_node == node,
             verb => matches!(verb, "get" | "create" | "delete"),
         },
         ("pods" | "persistentvolumeclaims", "status") => change,
-        ("pods", "eviction") | ("serviceaccounts", "token") => ask.verb == "create",
+        ("pods", "eviction") | ("serviceaccounts", "token") => attributes.verb == "create",
         ("configmaps" | "secrets" | "services", "") => read,
         ("csidrivers" | "runtimeclasses" | "clustertrustbundles", "") => read,
-        ("serviceaccounts" | "endpoints", "") => ask.verb == "get",
-        ("persistentvolumes" | "persistentvolumeclaims", "") => ask.verb == "get",
-        ("volumeattachments" | "resourceclaims", "") => ask.verb == "get",
-        ("certificatesigningrequests", "") => read || ask.verb == "create",
-        ("podcertificaterequests", "") => match ask.verb {
-            "list" | "watch" => ask.on_node == node,
+        ("serviceaccounts" | "endpoints", "") => attributes.verb == "get",
+        ("persistentvolumes" | "persistentvolumeclaims", "") => attributes.verb == "get",
+        ("volumeattachments" | "resourceclaims", "") => attributes.verb == "get",
+        ("certificatesigningrequests", "") => read || attributes.verb == "create",
+        ("podcertificaterequests", "") => match attributes.verb {
+            "list" | "watch" => attributes.on_node == node,
             verb => matches!(verb, "get" | "create"),
         },
-        ("resourceslices", "") => ask.verb == "deletecollection" && ask.on_node == node,
+        ("resourceslices", "") => {
+            attributes.verb == "deletecollection" && attributes.on_node == node
+        }
         ("csinodes", "") => {
-            ask.verb == "create"
-                || (ask.name == node && (change || matches!(ask.verb, "get" | "delete")))
+            attributes.verb == "create"
+                || (attributes.name == node
+                    && (change || matches!(attributes.verb, "get" | "delete")))
         }
-        ("events", "") => ask.verb == "create" || change,
+        ("events", "") => attributes.verb == "create" || change,
         ("leases", "") => {
-            ask.namespace == "kube-node-lease"
-                && (ask.verb == "create"
-                    || (ask.name == node && (change || matches!(ask.verb, "get" | "delete"))))
+            attributes.namespace == "kube-node-lease"
+                && (attributes.verb == "create"
+                    || (attributes.name == node
+                        && (change || matches!(attributes.verb, "get" | "delete"))))
         }
-        ("tokenreviews", "") => ask.verb == "create" && ask.group == "authentication.k8s.io",
-        ("subjectaccessreviews", "") => ask.verb == "create" && ask.group == "authorization.k8s.io",
+        ("tokenreviews", "") => {
+            attributes.verb == "create" && attributes.group == "authentication.k8s.io"
+        }
+        ("subjectaccessreviews", "") => {
+            attributes.verb == "create" && attributes.group == "authorization.k8s.io"
+        }
         _ => false,
     }
 }
 
 /// Whether `user` may GET a path outside the object API.
 #[must_use]
-pub fn may_get(user: &User, path: &str) -> bool {
+pub fn can_get_path(user: &User, path: &str) -> bool {
     let public = ["/healthz", "/livez", "/readyz", "/version"];
     public
         .iter()
@@ -391,43 +402,43 @@ pub fn may_get(user: &User, path: &str) -> bool {
 
 /// The 403 response, in upstream's wording.
 #[must_use]
-pub fn refusal(user: &User, ask: &Ask<'_>) -> ApiError {
-    let what = if ask.sub.is_empty() {
-        ask.resource.to_owned()
+pub fn forbidden_error(user: &User, attributes: &Attributes<'_>) -> ApiError {
+    let what = if attributes.sub.is_empty() {
+        attributes.resource.to_owned()
     } else {
-        format!("{}/{}", ask.resource, ask.sub)
+        format!("{}/{}", attributes.resource, attributes.sub)
     };
-    let group = if ask.group.is_empty() {
+    let group = if attributes.group.is_empty() {
         String::new()
     } else {
-        format!(".{}", ask.group)
+        format!(".{}", attributes.group)
     };
-    let whom = if ask.name.is_empty() {
-        format!("{}{group}", ask.resource)
+    let target = if attributes.name.is_empty() {
+        format!("{}{group}", attributes.resource)
     } else {
-        format!("{}{group} {:?}", ask.resource, ask.name)
+        format!("{}{group} {:?}", attributes.resource, attributes.name)
     };
-    let scope = if ask.namespace.is_empty() {
+    let scope = if attributes.namespace.is_empty() {
         "at the cluster scope".into()
     } else {
-        format!("in the namespace {:?}", ask.namespace)
+        format!("in the namespace {:?}", attributes.namespace)
     };
     ApiError::forbidden(format!(
-        "{whom} is forbidden: User {:?} cannot {} resource {what:?} in API group {:?} {scope}",
-        user.name, ask.verb, ask.group
+        "{target} is forbidden: User {:?} cannot {} resource {what:?} in API group {:?} {scope}",
+        user.name, attributes.verb, attributes.group
     ))
 }
 
 /// Builds the attributes of a request for a stored kind.
 #[must_use]
-pub fn ask<'a>(
+pub fn attributes_of<'a>(
     verb: &'a str,
     resource: &'a Resource,
     sub: &'a str,
     namespace: &'a str,
     name: &'a str,
-) -> Ask<'a> {
-    Ask {
+) -> Attributes<'a> {
+    Attributes {
         verb,
         group: resource.group,
         resource: resource.plural,
@@ -465,51 +476,60 @@ mod tests {
         let nodes = Resource::find("", "v1", "nodes").expect("nodes");
         let leases = Resource::find("coordination.k8s.io", "v1", "leases").expect("leases");
         let cases = [
-            (&master, ask("delete", nodes, "", "", "n1"), true),
-            (&node, ask("patch", nodes, "status", "", "n1"), true),
-            (&node, ask("patch", nodes, "status", "", "n2"), false),
-            (&node, ask("delete", nodes, "", "", "n1"), false),
+            (&master, attributes("delete", nodes, "", "", "n1"), true),
+            (&node, attributes("patch", nodes, "status", "", "n1"), true),
+            (&node, attributes("patch", nodes, "status", "", "n2"), false),
+            (&node, attributes("delete", nodes, "", "", "n1"), false),
             (
                 &node,
-                ask("update", leases, "", "kube-node-lease", "n1"),
+                attributes("update", leases, "", "kube-node-lease", "n1"),
                 true,
             ),
             (
                 &node,
-                ask("update", leases, "", "kube-node-lease", "n2"),
+                attributes("update", leases, "", "kube-node-lease", "n2"),
                 false,
             ),
-            (&account, ask("list", pods, "", "default", ""), false),
-            (&anonymous, ask("list", pods, "", "default", ""), false),
-            (&node, ask("get", nodes, "", "", "n1"), true),
-            (&node, ask("get", nodes, "", "", "n2"), false),
-            (&node, ask("list", nodes, "", "", ""), false),
-            (&node, ask("list", nodes, "", "", "n1"), true),
-            (&node, ask("list", pods, "", "", ""), false),
+            (&account, attributes("list", pods, "", "default", ""), false),
+            (
+                &anonymous,
+                attributes("list", pods, "", "default", ""),
+                false,
+            ),
+            (&node, attributes("get", nodes, "", "", "n1"), true),
+            (&node, attributes("get", nodes, "", "", "n2"), false),
+            (&node, attributes("list", nodes, "", "", ""), false),
+            (&node, attributes("list", nodes, "", "", "n1"), true),
+            (&node, attributes("list", pods, "", "", ""), false),
             (
                 &node,
-                Ask {
+                Attributes {
                     on_node: "n1",
-                    ..ask("watch", pods, "", "", "")
+                    ..attributes("watch", pods, "", "", "")
                 },
                 true,
             ),
             (
                 &node,
-                Ask {
+                Attributes {
                     on_node: "n2",
-                    ..ask("watch", pods, "", "", "")
+                    ..attributes("watch", pods, "", "", "")
                 },
                 false,
             ),
             (
                 &node,
-                ask("deletecollection", leases, "", "kube-node-lease", "n1"),
+                attributes("deletecollection", leases, "", "kube-node-lease", "n1"),
                 false,
             ),
         ];
-        for (user, ask, expected) in cases {
-            assert_eq!(may(user, &ask), expected, "{} {ask:?}", user.name);
+        for (user, attributes, expected) in cases {
+            assert_eq!(
+                is_allowed(user, &attributes),
+                expected,
+                "{} {attributes:?}",
+                user.name
+            );
         }
         for (user, path, expected) in [
             (&anonymous, "/readyz", true),
@@ -518,7 +538,7 @@ mod tests {
             (&account, "/metrics", false),
             (&anonymous, "/versionx", false),
         ] {
-            assert_eq!(may_get(user, path), expected, "{} {path}", user.name);
+            assert_eq!(can_get_path(user, path), expected, "{} {path}", user.name);
         }
     }
 }

@@ -25,20 +25,21 @@ pub(super) fn verb(request: &Request, name: Option<&str>) -> Result<&'static str
 
 impl Api {
     /// Whether a user is allowed a request, by the built-in rules, the graph and RBAC.
-    pub(super) fn may(&self, user: &auth::User, ask: &auth::Ask<'_>) -> bool {
+    pub(super) fn is_allowed(&self, user: &auth::User, attributes: &auth::Attributes<'_>) -> bool {
         let related = || match user.node() {
             Some(node) if !user.is_in("system:masters") => {
-                self.graph.is_related(&self.store, node, ask)
+                self.graph.is_related(&self.store, node, attributes)
             }
             _ => true,
         };
-        (auth::may(user, ask) && related()) || self.rbac.allows(&self.store, user, ask)
+        (auth::is_allowed(user, attributes) && related())
+            || self.rbac.allows(&self.store, user, attributes)
     }
 
     /// Whether a user may GET a path outside the object API.
-    pub(super) fn may_get(&self, user: &auth::User, path: &str) -> bool {
+    pub(super) fn can_get_path(&self, user: &auth::User, path: &str) -> bool {
         let path = if path.is_empty() { "/" } else { path };
-        auth::may_get(user, path) || self.rbac.allows_path(&self.store, user, "get", path)
+        auth::can_get_path(user, path) || self.rbac.allows_path(&self.store, user, "get", path)
     }
 
     /// The target of a request, if its user is authorised.
@@ -47,7 +48,7 @@ impl Api {
         let target = route::target(&request.path)?;
         match &target {
             Target::Other(path) => {
-                if !self.may_get(user, path) {
+                if !self.can_get_path(user, path) {
                     return Err(ApiError::forbidden(format!(
                         "forbidden: User {:?} cannot get path {:?}",
                         user.name,
@@ -60,14 +61,14 @@ impl Api {
                     .iter()
                     .find(|(_, _, k)| k == kind)
                     .ok_or_else(ApiError::no_such_resource)?;
-                let ask = auth::Ask {
+                let attributes = auth::Attributes {
                     verb: "create",
                     group,
                     resource,
-                    ..auth::Ask::default()
+                    ..auth::Attributes::default()
                 };
-                if !self.may(user, &ask) {
-                    return Err(auth::refusal(user, &ask));
+                if !self.is_allowed(user, &attributes) {
+                    return Err(auth::forbidden_error(user, &attributes));
                 }
             }
             Target::Objects {
@@ -101,9 +102,9 @@ impl Api {
             .then(|| Selector::parse(resource, None, request.query.get("fieldSelector")).ok())
             .flatten()
             .unwrap_or_default();
-        let ask = auth::Ask {
+        let attributes = auth::Attributes {
             on_node: selector.fixed("spec.nodeName").unwrap_or_default(),
-            ..auth::ask(
+            ..auth::attributes_of(
                 verb,
                 resource,
                 sub.map_or("", Sub::name),
@@ -111,10 +112,10 @@ impl Api {
                 name.or(selector.fixed_name()).unwrap_or_default(),
             )
         };
-        if self.may(&request.user, &ask) {
+        if self.is_allowed(&request.user, &attributes) {
             Ok(())
         } else {
-            Err(auth::refusal(&request.user, &ask))
+            Err(auth::forbidden_error(&request.user, &attributes))
         }
     }
 }

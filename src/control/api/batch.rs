@@ -209,7 +209,7 @@ fn status(job: &Value) -> &'static str {
     };
     match first(&["Complete", "Failed"]) {
         Some(finished) => finished,
-        None if super::object::deleting(job) => "Terminating",
+        None if super::object::is_deleting(job) => "Terminating",
         None => first(&["Suspended", "FailureTarget", "SuccessCriteriaMet"]).unwrap_or("Running"),
     }
 }

@@ -97,7 +97,7 @@ fn is_decision(condition: &Value) -> bool {
 }
 
 /// Restores the approval decision, so that a write to `/status` cannot change it.
-pub fn keep_decision(old: &Value, new: &mut Value) {
+pub fn restore_decision(old: &Value, new: &mut Value) {
     let mut conditions: Vec<Value> = list(old, &["status", "conditions"]).to_vec();
     conditions.retain(is_decision);
     conditions.extend(
@@ -117,7 +117,11 @@ pub fn keep_decision(old: &Value, new: &mut Value) {
 /// The verb that a user needs on the request's signer for a change, and the
 /// signer: `approve` to decide, `sign` to issue.
 #[must_use]
-pub fn needs<'a>(sub: Option<Sub>, old: &Value, new: &'a Value) -> Option<(&'static str, &'a str)> {
+pub fn required_permission<'a>(
+    sub: Option<Sub>,
+    old: &Value,
+    new: &'a Value,
+) -> Option<(&'static str, &'a str)> {
     let verb = match sub {
         Some(Sub::Approval) => "approve",
         Some(Sub::Status) if old["status"] != new["status"] => "sign",

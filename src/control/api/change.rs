@@ -53,7 +53,7 @@ pub(super) fn merge(resource: &Resource, sub: Option<Sub>, old: &Value, new: &mu
                 new["status"]["qosClass"] = class.clone();
             }
             if resource.kind == "CertificateSigningRequest" {
-                certificates::keep_decision(old, new);
+                certificates::restore_decision(old, new);
             }
             if resource.kind != "Pod" {
                 for key in ["labels", "annotations", "finalizers"] {

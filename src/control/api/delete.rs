@@ -8,7 +8,7 @@ use super::batch;
 use super::change::bump_generation;
 use super::error::{ApiError, FieldError};
 use super::object;
-use super::object::{deleting, list, meta, text};
+use super::object::{is_deleting, list, meta, text};
 use super::resources::Resource;
 use super::restriction;
 use super::route::Query;
@@ -41,7 +41,7 @@ impl Api {
         let mut marked: Option<Record> = None;
         for _ in 0..RETRIES {
             let fetched = self.fetch(resource, namespace, name);
-            if let Some(marked) = gone_meanwhile(&fetched, marked.as_ref()) {
+            if let Some(marked) = deleted_concurrently(&fetched, marked.as_ref()) {
                 let body = marked.value.clone();
                 return Ok(deleted_answer(resource, true, &Value::Null, body, warnings));
             }
@@ -53,17 +53,23 @@ impl Api {
             let write = restriction::Write::new(kind, (namespace, name), Some(&old), None);
             self.check_writer(user, &write)?;
             let mut new = old.clone();
-            let gone = mark_deleted(resource, &mut new, &options);
+            let is_deleted = mark_deleted(resource, &mut new, &options);
             if options.dry_run {
-                return Ok(deleted_answer(resource, gone, &old, record.value, warnings));
+                return Ok(deleted_answer(
+                    resource,
+                    is_deleted,
+                    &old,
+                    record.value,
+                    warnings,
+                ));
             }
             let key = resource.key(namespace, name);
-            if gone && resource.kind == "Pod" && new != old {
+            if is_deleted && resource.kind == "Pod" && new != old {
                 let written = self.mark(resource, key, record.revision, new).await?;
                 marked = written.or(marked);
                 continue;
             }
-            let done = if gone {
+            let done = if is_deleted {
                 self.remove(resource, key, record.revision, new).await
             } else if new == old {
                 Ok(record)
@@ -73,7 +79,13 @@ impl Api {
             };
             match done {
                 Ok(record) => {
-                    return Ok(deleted_answer(resource, gone, &old, record.value, warnings));
+                    return Ok(deleted_answer(
+                        resource,
+                        is_deleted,
+                        &old,
+                        record.value,
+                        warnings,
+                    ));
                 }
                 Err(WriteError::Conflict(_)) => {}
                 Err(other) => return Err(ApiError::internal(other)),
@@ -161,7 +173,7 @@ pub(super) fn is_finished(resource: &Resource, object: &Value) -> bool {
     let graceful = object["metadata"]["deletionGracePeriodSeconds"]
         .as_i64()
         .is_some_and(|g| g > 0);
-    deleting(object) && !held && !graceful
+    is_deleting(object) && !held && !graceful
 }
 
 struct DeleteOptions {
@@ -177,7 +189,7 @@ fn delete_options(query: &Query, body: &Value) -> Result<DeleteOptions, ApiError
             "DeleteOptions cannot be handled: json: cannot unmarshal {is} into Go struct field DeleteOptions.{path} of type {expected}"
         )));
     }
-    let asked = query.get("gracePeriodSeconds").map(|text| {
+    let requested = query.get("gracePeriodSeconds").map(|text| {
         text.parse::<i64>().map_err(|_| {
             ApiError::bad_request(format!(
                 "gracePeriodSeconds: {text:?} is not a whole number of seconds"
@@ -186,7 +198,7 @@ fn delete_options(query: &Query, body: &Value) -> Result<DeleteOptions, ApiError
     });
     let grace = match body["gracePeriodSeconds"].as_i64() {
         Some(grace) => Some(grace),
-        None => asked.transpose()?,
+        None => requested.transpose()?,
     };
     if let Some(grace) = grace.filter(|g| *g > MAX_GRACE) {
         return Err(invalid(FieldError::invalid(
@@ -249,7 +261,7 @@ fn preconditions(resource: &Resource, old: &Value, body: &Value) -> Result<(), A
 
 /// Sets the deletion fields; returns true if the object can be removed immediately.
 fn mark_deleted(resource: &Resource, object: &mut Value, options: &DeleteOptions) -> bool {
-    let was_deleting = deleting(object);
+    let was_deleting = is_deleting(object);
     let policy = options.policy.as_deref().filter(|_| !was_deleting);
     // Only the garbage collector removes these finalizers, and only from kinds whose dependents it tracks.
     if let Some(policy) = policy.filter(|_| resource.has_dependents()) {
@@ -274,8 +286,8 @@ fn mark_deleted(resource: &Resource, object: &mut Value, options: &DeleteOptions
             .unwrap_or(0);
         // A repeated DELETE can only shorten the grace period, and only if it names one (`BeforeDelete` in
         // `staging/src/k8s.io/apiserver/pkg/registry/rest/delete.go`).
-        let asked = if is_pod { options.grace } else { Some(0) };
-        if let Some(grace) = asked.filter(|grace| *grace < old_grace) {
+        let requested = if is_pod { options.grace } else { Some(0) };
+        if let Some(grace) = requested.filter(|grace| *grace < old_grace) {
             let old: Option<jiff::Timestamp> =
                 text(object, &["metadata", "deletionTimestamp"]).and_then(|t| t.parse().ok());
             let new = object::later(old.unwrap_or(time), grace.saturating_sub(old_grace));
@@ -305,7 +317,7 @@ fn mark_deleted(resource: &Resource, object: &mut Value, options: &DeleteOptions
 }
 
 /// A pod's grace period in seconds: 0 if the pod is not bound to a node or is in a terminal phase.
-fn pod_grace(pod: &Value, asked: Option<i64>) -> i64 {
+fn pod_grace(pod: &Value, requested: Option<i64>) -> i64 {
     let unassigned = text(pod, &["spec", "nodeName"])
         .unwrap_or_default()
         .is_empty();
@@ -317,7 +329,7 @@ fn pod_grace(pod: &Value, asked: Option<i64>) -> i64 {
     {
         return 0;
     }
-    asked
+    requested
         .unwrap_or_else(|| {
             pod["spec"]["terminationGracePeriodSeconds"]
                 .as_i64()
@@ -327,7 +339,7 @@ fn pod_grace(pod: &Value, asked: Option<i64>) -> i64 {
 }
 
 /// The marked pod, if a concurrent request has removed it: the name no longer exists, or has another uid.
-fn gone_meanwhile<'a>(
+fn deleted_concurrently<'a>(
     fetched: &Result<(Record, Value), ApiError>,
     marked: Option<&'a Record>,
 ) -> Option<&'a Record> {
@@ -344,12 +356,12 @@ fn gone_meanwhile<'a>(
 
 fn deleted_answer(
     resource: &Resource,
-    gone: bool,
+    is_deleted: bool,
     old: &Value,
     value: Bytes,
     warnings: Vec<String>,
 ) -> Written {
-    let body = if gone && !resource.returns_deleted {
+    let body = if is_deleted && !resource.returns_deleted {
         let mut details =
             json!({"name": object::name(old), "kind": resource.plural, "uid": object::uid(old)});
         if !resource.group.is_empty() {

@@ -137,12 +137,12 @@ impl ApiError {
     /// 403 for a write that admission rejects (upstream's `admission.NewForbidden`).
     pub fn refused(group: &str, plural: &str, name: &str, why: &str) -> ApiError {
         let message = format!("{} {name:?} is forbidden: {why}", qualified(plural, group));
-        Self::about(403, "Forbidden", message, group, plural, name)
+        Self::with_details(403, "Forbidden", message, group, plural, name)
     }
 
     /// 404 for an object.
     pub fn not_found(group: &str, plural: &str, name: &str) -> ApiError {
-        Self::about(
+        Self::with_details(
             404,
             "NotFound",
             format!("{} {name:?} not found", qualified(plural, group)),
@@ -155,7 +155,7 @@ impl ApiError {
     /// 409: the name exists already.
     pub fn already_exists(group: &str, plural: &str, name: &str) -> ApiError {
         let message = format!("{} {name:?} already exists", qualified(plural, group));
-        Self::about(409, "AlreadyExists", message, group, plural, name)
+        Self::with_details(409, "AlreadyExists", message, group, plural, name)
     }
 
     /// 409: a concurrent write, or a failed precondition.
@@ -164,7 +164,7 @@ impl ApiError {
             "Operation cannot be fulfilled on {} {name:?}: {why}",
             qualified(plural, group)
         );
-        Self::about(409, "Conflict", message, group, plural, name)
+        Self::with_details(409, "Conflict", message, group, plural, name)
     }
 
     /// 409 for an update that is based on an old version.
@@ -240,7 +240,7 @@ impl ApiError {
         )
     }
 
-    fn about(
+    fn with_details(
         code: u16,
         reason: &'static str,
         message: String,

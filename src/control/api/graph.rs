@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::Value;
 
-use super::auth::Ask;
+use super::auth::Attributes;
 use super::object::text;
 use crate::control::store::{Change, Event, Store};
 use crate::core::lock::lock;
@@ -98,11 +98,11 @@ const PODS: &str = "pods/";
 
 /// The graph. Each request of a node first applies the few changes since the previous one.
 #[derive(Default)]
-pub struct Graph(Mutex<Known>);
+pub struct Graph(Mutex<PodEdges>);
 
 /// The state of all pods.
 #[derive(Default)]
-struct Known {
+struct PodEdges {
     /// The revision up to which changes are applied; `None` before the first request.
     position: Option<u64>,
     /// The node of each pod, by the pod's key.
@@ -111,9 +111,9 @@ struct Known {
     edges: HashMap<String, BTreeMap<Arc<str>, Arc<Edges>>>,
 }
 
-impl Known {
+impl PodEdges {
     /// Stores the current state of a pod: `None` if it was deleted or cannot be decoded.
-    fn put(&mut self, key: &Arc<str>, pod: Option<&Pod>) {
+    fn update_pod(&mut self, key: &Arc<str>, pod: Option<&Pod>) {
         if let Some(node) = self.nodes.remove(key)
             && let Some(pods) = self.edges.get_mut(&node)
         {
@@ -134,10 +134,10 @@ impl Known {
         let changes = self.position.map(|p| store.changes(p, PODS, usize::MAX));
         let Some(Ok((events, complete))) = changes else {
             // On the first request, and if the history that is needed is compacted: read all pods.
-            *self = Known::default();
+            *self = PodEdges::default();
             let (pods, revision) = store.list(PODS);
             for (key, record) in pods {
-                self.put(&key, serde_json::from_slice(&record.value).ok().as_ref());
+                self.update_pod(&key, serde_json::from_slice(&record.value).ok().as_ref());
             }
             self.position = Some(revision);
             return;
@@ -148,7 +148,7 @@ impl Known {
             let pod = (event.change == Change::Put)
                 .then(|| serde_json::from_slice(&event.record.value).ok())
                 .flatten();
-            self.put(key, pod.as_ref());
+            self.update_pod(key, pod.as_ref());
         }
         self.position = Some(complete);
     }
@@ -161,9 +161,9 @@ impl Graph {
             "" => PODS.to_owned(),
             namespace => format!("{PODS}{namespace}/"),
         };
-        let mut known = lock(&self.0);
-        known.catch_up(store);
-        let pods = known.edges.get(node).into_iter().flatten();
+        let mut all = lock(&self.0);
+        all.catch_up(store);
+        let pods = all.edges.get(node).into_iter().flatten();
         pods.filter(|(key, _)| key.starts_with(&prefix))
             .map(|(_, own)| Arc::clone(own))
             .collect()
@@ -171,43 +171,48 @@ impl Graph {
 
     /// Whether the requested object is related to the node. Kinds without such a relation are always allowed.
     #[must_use]
-    pub fn is_related(&self, store: &Store, node: &str, ask: &Ask<'_>) -> bool {
+    pub fn is_related(&self, store: &Store, node: &str, attributes: &Attributes<'_>) -> bool {
         let any = |fits: &dyn Fn(&Edges) -> bool| {
-            self.of(store, node, ask.namespace)
+            self.of(store, node, attributes.namespace)
                 .iter()
                 .any(|edges| fits(edges))
         };
         // Without a namespace, the name would match in all namespaces.
-        let named = !ask.name.is_empty();
-        let one = named && !ask.namespace.is_empty();
-        match (ask.resource, ask.sub) {
-            ("configmaps", "") => one && any(&|e| e.config_maps.contains(ask.name)),
+        let named = !attributes.name.is_empty();
+        let one = named && !attributes.namespace.is_empty();
+        match (attributes.resource, attributes.sub) {
+            ("configmaps", "") => one && any(&|e| e.config_maps.contains(attributes.name)),
             ("secrets", "") => {
-                one && (any(&|e| e.secrets.contains(ask.name))
-                    || self.is_of_a_volume(store, node, ask))
+                one && (any(&|e| e.secrets.contains(attributes.name))
+                    || self.is_of_a_volume(store, node, attributes))
             }
-            ("serviceaccounts", "" | "token") => one && any(&|e| e.account == ask.name),
+            ("serviceaccounts", "" | "token") => one && any(&|e| e.account == attributes.name),
             ("persistentvolumeclaims", "" | "status") => {
-                one && any(&|e| e.claims.contains(ask.name))
+                one && any(&|e| e.claims.contains(attributes.name))
             }
-            ("resourceclaims", "") => one && any(&|e| e.resource_claims.contains(ask.name)),
+            ("resourceclaims", "") => one && any(&|e| e.resource_claims.contains(attributes.name)),
             ("persistentvolumes", "") => {
                 named
                     && self.has_volume(
                         store,
                         node,
-                        &object(store, &format!("persistentvolumes/{}", ask.name)),
+                        &object(store, &format!("persistentvolumes/{}", attributes.name)),
                     )
             }
             ("volumeattachments", "") => {
-                let attachment = object(store, &format!("volumeattachments/{}", ask.name));
+                let attachment = object(store, &format!("volumeattachments/{}", attributes.name));
                 named && attachment.is_none_or(|a| text(&a, &["spec", "nodeName"]) == Some(node))
             }
             // If the pod does not exist, the request is allowed and gets a 404.
-            ("pods", "status" | "eviction") => own_pod(store, node, ask),
-            ("pods", "") if matches!(ask.verb, "get" | "delete") => own_pod(store, node, ask),
+            ("pods", "status" | "eviction") => is_own_pod(store, node, attributes),
+            ("pods", "") if matches!(attributes.verb, "get" | "delete") => {
+                is_own_pod(store, node, attributes)
+            }
             ("podcertificaterequests", "") if one => {
-                let key = format!("podcertificaterequests/{}/{}", ask.namespace, ask.name);
+                let key = format!(
+                    "podcertificaterequests/{}/{}",
+                    attributes.namespace, attributes.name
+                );
                 object(store, &key).is_none_or(|r| text(&r, &["spec", "nodeName"]) == Some(node))
             }
             _ => true,
@@ -229,14 +234,15 @@ impl Graph {
     }
 
     /// Whether a Secret belongs to a persistent volume that the node mounts.
-    fn is_of_a_volume(&self, store: &Store, node: &str, ask: &Ask<'_>) -> bool {
+    fn is_of_a_volume(&self, store: &Store, node: &str, attributes: &Attributes<'_>) -> bool {
         let volumes = store
             .list("persistentvolumes/")
             .0
             .into_iter()
             .filter_map(|(_, r)| serde_json::from_slice::<Value>(&r.value).ok());
-        let refers =
-            |volume: &Value| secrets_of_volume(volume).contains(&(ask.namespace, ask.name));
+        let refers = |volume: &Value| {
+            secrets_of_volume(volume).contains(&(attributes.namespace, attributes.name))
+        };
         volumes
             .filter(refers)
             .any(|volume| self.has_volume(store, node, &Some(volume)))
@@ -247,9 +253,12 @@ fn object(store: &Store, key: &str) -> Option<Value> {
     serde_json::from_slice(&store.get(key)?.value).ok()
 }
 
-fn own_pod(store: &Store, node: &str, ask: &Ask<'_>) -> bool {
-    object(store, &format!("pods/{}/{}", ask.namespace, ask.name))
-        .is_none_or(|pod| text(&pod, &["spec", "nodeName"]) == Some(node))
+fn is_own_pod(store: &Store, node: &str, attributes: &Attributes<'_>) -> bool {
+    object(
+        store,
+        &format!("pods/{}/{}", attributes.namespace, attributes.name),
+    )
+    .is_none_or(|pod| text(&pod, &["spec", "nodeName"]) == Some(node))
 }
 
 #[cfg(test)]
@@ -358,15 +367,15 @@ mod tests {
     async fn the_graph_is_updated_when_pods_change() {
         use crate::control::store::{Bytes, Change, Expect, Write};
         let (store, graph) = (Store::in_memory(), Graph::default());
-        let ask = |namespace, name| Ask {
+        let attributes = |namespace, name| Attributes {
             verb: "get",
             resource: "secrets",
             namespace,
             name,
-            ..Ask::default()
+            ..Attributes::default()
         };
-        let may = |node: &str, namespace: &'static str, name: &'static str| {
-            graph.is_related(&store, node, &ask(namespace, name))
+        let can_read = |node: &str, namespace: &'static str, name: &'static str| {
+            graph.is_related(&store, node, &attributes(namespace, name))
         };
         let write = async |key: &str, at: Option<u64>, pod: Option<(&str, &str)>| {
             let (node, secret) = pod.unwrap_or_default();
@@ -386,19 +395,19 @@ mod tests {
             };
             store.write(write).await.expect("written").revision
         };
-        assert!(!may("a", "n", "s"));
+        assert!(!can_read("a", "n", "s"));
         let first = write("pods/n/p", None, Some(("", "s"))).await;
-        assert!(!may("a", "n", "s"), "not bound yet");
+        assert!(!can_read("a", "n", "s"), "not bound yet");
         let second = write("pods/n/p", Some(first), Some(("a", "s"))).await;
-        assert!(may("a", "n", "s") && !may("b", "n", "s") && !may("a", "m", "s"));
+        assert!(can_read("a", "n", "s") && !can_read("b", "n", "s") && !can_read("a", "m", "s"));
         let third = write("pods/n/p", Some(second), Some(("a", "t"))).await;
         let fourth = write("pods/n/p", Some(third), Some(("b", "t"))).await;
         let other = write("pods/n2/p", None, Some(("b", "u"))).await;
-        assert!(!may("a", "n", "s") && !may("a", "n", "t") && may("b", "n", "t"));
-        assert!(may("b", "n2", "u") && !may("b", "n", "u"));
+        assert!(!can_read("a", "n", "s") && !can_read("a", "n", "t") && can_read("b", "n", "t"));
+        assert!(can_read("b", "n2", "u") && !can_read("b", "n", "u"));
         write("pods/n/p", Some(fourth), None).await;
         write("pods/n2/p", Some(other), Some(("b", "v"))).await;
-        assert!(!may("b", "n", "t") && may("b", "n2", "v"));
+        assert!(!can_read("b", "n", "t") && can_read("b", "n2", "v"));
         assert_eq!(lock(&graph.0).nodes.len(), 1);
     }
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use hyper::HeaderMap;
 
-use super::auth::{Ask, User, refusal};
+use super::auth::{Attributes, User, forbidden_error};
 use super::error::ApiError;
 use crate::core::serving::query;
 
@@ -15,7 +15,7 @@ const UID: &str = "impersonate-uid";
 const EXTRA: &str = "impersonate-extra-";
 
 /// The user that the headers name, without implied groups; `None` without such headers.
-fn named(headers: &HeaderMap) -> Result<Option<User>, ApiError> {
+fn requested_user(headers: &HeaderMap) -> Result<Option<User>, ApiError> {
     let text = |value: &hyper::header::HeaderValue| {
         value.to_str().map(str::to_owned).map_err(|_| {
             ApiError::bad_request("the value of an Impersonate header is not visible ASCII text")
@@ -63,38 +63,38 @@ fn account(name: &str) -> Option<(&str, &str)> {
 }
 
 /// The permissions needed to impersonate `other`.
-fn required_permissions(other: &User) -> Vec<Ask<'_>> {
+fn required_permissions(other: &User) -> Vec<Attributes<'_>> {
     const OF_GROUP: &str = "authentication.k8s.io";
-    let ask = |group: &'static str, resource: &'static str| Ask {
+    let attributes = |group: &'static str, resource: &'static str| Attributes {
         verb: "impersonate",
         group,
         resource,
-        ..Ask::default()
+        ..Attributes::default()
     };
     let mut all = vec![match account(&other.name) {
-        Some((namespace, name)) => Ask {
+        Some((namespace, name)) => Attributes {
             namespace,
             name,
-            ..ask("", "serviceaccounts")
+            ..attributes("", "serviceaccounts")
         },
-        None => Ask {
+        None => Attributes {
             name: &other.name,
-            ..ask("", "users")
+            ..attributes("", "users")
         },
     }];
-    all.extend(other.groups.iter().map(|name| Ask {
+    all.extend(other.groups.iter().map(|name| Attributes {
         name,
-        ..ask("", "groups")
+        ..attributes("", "groups")
     }));
-    all.extend((!other.uid.is_empty()).then(|| Ask {
+    all.extend((!other.uid.is_empty()).then(|| Attributes {
         name: &other.uid,
-        ..ask(OF_GROUP, "uids")
+        ..attributes(OF_GROUP, "uids")
     }));
     for (key, values) in &other.extra {
-        all.extend(values.iter().map(|name| Ask {
+        all.extend(values.iter().map(|name| Attributes {
             name,
             sub: key,
-            ..ask(OF_GROUP, "userextras")
+            ..attributes(OF_GROUP, "userextras")
         }));
     }
     all
@@ -102,19 +102,19 @@ fn required_permissions(other: &User) -> Vec<Ask<'_>> {
 
 /// The effective user of a request: the user that the headers name, if
 /// impersonation is allowed, else the authenticated user.
-pub fn acting(
+pub fn effective_user(
     user: User,
     headers: &HeaderMap,
-    may: impl Fn(&User, &Ask<'_>) -> bool,
+    is_allowed: impl Fn(&User, &Attributes<'_>) -> bool,
 ) -> Result<User, ApiError> {
-    let Some(mut other) = named(headers)? else {
+    let Some(mut other) = requested_user(headers)? else {
         return Ok(user);
     };
     if let Some(refused) = required_permissions(&other)
         .iter()
-        .find(|ask| !may(&user, ask))
+        .find(|attributes| !is_allowed(&user, attributes))
     {
-        return Err(refusal(&user, refused));
+        return Err(forbidden_error(&user, refused));
     }
     if let (Some((namespace, _)), true) = (account(&other.name), other.groups.is_empty()) {
         other.groups = vec![
@@ -146,17 +146,17 @@ mod tests {
             name: "me".into(),
             ..User::default()
         };
-        let may = |_: &User, ask: &Ask<'_>| {
-            assert_eq!(ask.verb, "impersonate");
+        let is_allowed = |_: &User, attributes: &Attributes<'_>| {
+            assert_eq!(attributes.verb, "impersonate");
             allowed.contains(
                 &format!(
                     "{}/{}/{}/{}",
-                    ask.resource, ask.sub, ask.namespace, ask.name
+                    attributes.resource, attributes.sub, attributes.namespace, attributes.name
                 )
                 .as_str(),
             )
         };
-        acting(me, &headers, may).map_err(|e| e.message)
+        effective_user(me, &headers, is_allowed).map_err(|e| e.message)
     }
 
     #[test]

@@ -22,7 +22,7 @@ use crate::core::serving::query;
 use crate::https::{Body, Outgoing, is_upgrade, tunnel};
 
 /// Timeout for connecting to a node, including the TLS handshake.
-const CONNECT: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Address types, in order of preference.
 const ADDRESSES: [&str; 5] = [
     "InternalIP",
@@ -47,16 +47,16 @@ struct Agent {
 }
 
 /// Maximum number of bytes read of a node's error response.
-const REFUSAL: usize = 2048;
+const MAX_ERROR_BYTES: usize = 2048;
 
 /// Converts a node's error response to an API error.
 async fn error_of_node(answer: Response<Body>, pod: &str) -> ApiError {
     let code = answer.status().as_u16();
     let (mut body, mut bytes) = (answer.into_body(), vec![]);
-    while let (true, Some(Ok(frame))) = (bytes.len() < REFUSAL, body.frame().await) {
+    while let (true, Some(Ok(frame))) = (bytes.len() < MAX_ERROR_BYTES, body.frame().await) {
         bytes.extend(frame.into_data().unwrap_or_default());
     }
-    bytes.truncate(REFUSAL);
+    bytes.truncate(MAX_ERROR_BYTES);
     let why = String::from_utf8_lossy(&bytes).trim().to_owned();
     match code {
         400 => ApiError::bad_request(why),
@@ -137,7 +137,7 @@ fn is_true(pairs: &[(String, String)], key: &str) -> bool {
 }
 
 /// Chooses the container: the requested one, else the pod's default container, else the only one.
-fn container(pod: &Value, asked: Option<&str>) -> Result<String, ApiError> {
+fn container(pod: &Value, requested: Option<&str>) -> Result<String, ApiError> {
     let name = super::object::name(pod);
     let names = |kind: &str| {
         list(pod, &["spec", kind])
@@ -146,13 +146,13 @@ fn container(pod: &Value, asked: Option<&str>) -> Result<String, ApiError> {
             .collect::<Vec<_>>()
     };
     let own = names("containers");
-    if let Some(asked) = asked.filter(|a| !a.is_empty()) {
+    if let Some(requested) = requested.filter(|a| !a.is_empty()) {
         let all = [own, names("initContainers"), names("ephemeralContainers")].concat();
-        return if all.contains(&asked) {
-            Ok(asked.into())
+        return if all.contains(&requested) {
+            Ok(requested.into())
         } else {
             Err(ApiError::bad_request(format!(
-                "container {asked} is not valid for pod {name}"
+                "container {requested} is not valid for pod {name}"
             )))
         };
     }
@@ -175,8 +175,8 @@ fn container(pod: &Value, asked: Option<&str>) -> Result<String, ApiError> {
 }
 
 /// The path and query at the node's agent. Pure.
-fn target(sub: Sub, pod: &Value, text_of: &str) -> Result<String, ApiError> {
-    let pairs = query::pairs(text_of);
+fn target(sub: Sub, pod: &Value, query_text: &str) -> Result<String, ApiError> {
+    let pairs = query::pairs(query_text);
     let value = |key: &str| {
         pairs
             .iter()
@@ -320,7 +320,7 @@ impl Nodes {
         Err(why)
     }
 
-    async fn hand_on(
+    async fn forward(
         &self,
         agent: &Agent,
         target: String,
@@ -345,7 +345,7 @@ impl Nodes {
                 .await
                 .map_err(|e| e.to_string())
         };
-        let stream = tokio::time::timeout(CONNECT, connect)
+        let stream = tokio::time::timeout(CONNECT_TIMEOUT, connect)
             .await
             .map_err(|_| failed("no answer".into()))?
             .map_err(failed)?;
@@ -362,7 +362,7 @@ impl Nodes {
 
 impl Api {
     /// Forwards a request to the pod's node, or for `proxy` to the node named.
-    pub(super) async fn by_node(
+    pub(super) async fn forward_to_node(
         &self,
         sub: Sub,
         namespace: Option<&str>,
@@ -377,23 +377,23 @@ impl Api {
                 "this apiserver has no client certificate for nodes",
             )
         })?;
-        let (kind, text_of) = (
+        let (kind, query_text) = (
             Resource::of_kind("Node").ok_or_else(ApiError::no_such_resource)?,
             request.uri().query().unwrap_or_default().to_owned(),
         );
         if sub == Sub::Proxy {
             let (_, node) = self.fetch(kind, None, name)?;
             let below = below_proxy(path);
-            let target = if text_of.is_empty() {
+            let target = if query_text.is_empty() {
                 below.to_owned()
             } else {
-                format!("{below}?{text_of}")
+                format!("{below}?{query_text}")
             };
-            return nodes.hand_on(&agent(&node)?, target, request).await;
+            return nodes.forward(&agent(&node)?, target, request).await;
         }
         let pods = Resource::of_kind("Pod").ok_or_else(ApiError::no_such_resource)?;
         let (_, pod) = self.fetch(pods, namespace, name)?;
-        let target = target(sub, &pod, &text_of)?;
+        let target = target(sub, &pod, &query_text)?;
         let Some(node) = text(&pod, &["spec", "nodeName"]).filter(|n| !n.is_empty()) else {
             // A pod that is not bound yet has no logs.
             return if sub == Sub::Log {
@@ -408,7 +408,7 @@ impl Api {
             return Err(ApiError::bad_request("Upgrade request required"));
         }
         let (_, node) = self.fetch(kind, None, node)?;
-        let answer = nodes.hand_on(&agent(&node)?, target, request).await?;
+        let answer = nodes.forward(&agent(&node)?, target, request).await?;
         if sub == Sub::Log && !answer.status().is_success() {
             Err(error_of_node(answer, name).await)
         } else {

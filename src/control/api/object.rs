@@ -133,7 +133,7 @@ pub fn uid(object: &Value) -> &str {
 
 /// Whether the object has a deletion timestamp.
 #[must_use]
-pub fn deleting(object: &Value) -> bool {
+pub fn is_deleting(object: &Value) -> bool {
     at(object, &["metadata", "deletionTimestamp"]).is_some()
 }
 

@@ -16,23 +16,23 @@ use crate::core::lock::lock;
 use crate::https::guard;
 
 /// Size in bytes above which a body, or the object that a request changes, is expensive.
-const LARGE: usize = 32 << 10;
+const EXPENSIVE_BYTES: usize = 32 << 10;
 /// Size in bytes above which a selector is expensive.
 const LONG_QUERY: usize = 1 << 10;
 /// Maximum number of bytes of a user's expensive requests that wait or run.
 const MAX_BYTES: usize = 32 << 20;
 /// Bytes counted for each request in addition to its body.
-const BASE: usize = 64 << 10;
+const BASE_BYTES: usize = 64 << 10;
 
 /// Limits and runs expensive requests.
 pub struct Offload {
     all: Arc<Semaphore>,
     of_user: usize,
-    users: Mutex<HashMap<String, Weak<Lane>>>,
+    users: Mutex<HashMap<String, Weak<UserQueue>>>,
 }
 
 /// The expensive requests of one user.
-struct Lane {
+struct UserQueue {
     running: Arc<Semaphore>,
     /// Total bytes of the requests that wait or run.
     bytes: Mutex<usize>,
@@ -47,13 +47,13 @@ struct Permit {
 
 /// Counts the bytes of a request until it is dropped.
 struct Waiting {
-    lane: Arc<Lane>,
+    queue: Arc<UserQueue>,
     bytes: usize,
 }
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        *lock(&self.lane.bytes) -= self.bytes;
+        *lock(&self.queue.bytes) -= self.bytes;
     }
 }
 
@@ -73,25 +73,25 @@ impl Offload {
         }
     }
 
-    fn lane(&self, user: &str) -> Arc<Lane> {
+    fn queue(&self, user: &str) -> Arc<UserQueue> {
         let mut users = lock(&self.users);
-        if let Some(lane) = users.get(user).and_then(Weak::upgrade) {
-            return lane;
+        if let Some(queue) = users.get(user).and_then(Weak::upgrade) {
+            return queue;
         }
-        users.retain(|_, lane| lane.strong_count() > 0);
-        let lane = Arc::new(Lane {
+        users.retain(|_, queue| queue.strong_count() > 0);
+        let queue = Arc::new(UserQueue {
             running: Arc::new(Semaphore::new(self.of_user)),
             bytes: Mutex::default(),
         });
-        users.insert(user.to_owned(), Arc::downgrade(&lane));
-        lane
+        users.insert(user.to_owned(), Arc::downgrade(&queue));
+        queue
     }
 
     /// Waits for the right to run; 429 if too many bytes of the user are waiting already.
     async fn permit(&self, user: &str, body: usize) -> Result<Permit, ApiError> {
-        let (lane, bytes) = (self.lane(user), body + BASE);
+        let (queue, bytes) = (self.queue(user), body + BASE_BYTES);
         {
-            let mut waiting = lock(&lane.bytes);
+            let mut waiting = lock(&queue.bytes);
             if *waiting > 0 && *waiting + bytes > MAX_BYTES {
                 let text = format!(
                     "too many requests: queued large requests of user {user:?} have {} bytes, the limit is {MAX_BYTES}; try again later",
@@ -106,12 +106,12 @@ impl Offload {
             *waiting += bytes;
         }
         let waiting = Waiting {
-            lane: Arc::clone(&lane),
+            queue: Arc::clone(&queue),
             bytes,
         };
         // Takes the user's own permit first: a request that waits for it must not occupy a
         // shared one. Neither semaphore is ever closed.
-        let own = Arc::clone(&lane.running).acquire_owned().await.ok();
+        let own = Arc::clone(&queue.running).acquire_owned().await.ok();
         let all = Arc::clone(&self.all).acquire_owned().await.ok();
         Ok(Permit {
             _all: all,
@@ -124,7 +124,7 @@ impl Offload {
 impl Api {
     /// Whether a request can block a runtime worker for long.
     fn is_expensive(&self, request: &Request) -> bool {
-        if request.body.len() > LARGE {
+        if request.body.len() > EXPENSIVE_BYTES {
             return true;
         }
         let Ok(Target::Objects {
@@ -153,14 +153,14 @@ impl Api {
             ("PUT" | "PATCH" | "DELETE", Some(name)) => {
                 let key = resource.key(namespace.as_deref(), &name);
                 let stored = self.store.get(&key);
-                stored.is_some_and(|record| record.value.len() > LARGE)
+                stored.is_some_and(|record| record.value.len() > EXPENSIVE_BYTES)
             }
             _ => false,
         }
     }
 
     /// Like [`Api::answer`], but runs an expensive request on a separate thread once the user has a permit.
-    pub async fn answer_apart(&self, request: Request) -> Answer {
+    pub async fn answer_offloaded(&self, request: Request) -> Answer {
         if !self.is_expensive(&request) {
             return self.answer(request).await;
         }

@@ -121,11 +121,11 @@ impl Api {
         )?;
         let prefix = resource.prefix(namespace);
         let options = ListOptions::of(query, false)?;
-        let (asked, mut limit) = (options.revision, options.limit);
+        let (requested, mut limit) = (options.revision, options.limit);
         let (items, revision, start): (Items, u64, Option<String>) = if let Some(token) =
             options.from
         {
-            if asked.is_some_and(|v| v != 0) {
+            if requested.is_some_and(|v| v != 0) {
                 return Err(ApiError::bad_request(
                     "specifying resource version is not allowed when using continue",
                 ));
@@ -136,10 +136,10 @@ impl Api {
             })?;
             (items, revision, Some(start))
         } else {
-            if let Some(revision) = asked.filter(|r| *r > 0) {
+            if let Some(revision) = requested.filter(|r| *r > 0) {
                 self.wait_for(revision).await?;
             }
-            match asked {
+            match requested {
                 Some(revision)
                     if revision > 0
                         && (options.matching == Some(Match::Exact)
@@ -151,7 +151,7 @@ impl Api {
                     (items, revision, None)
                 }
                 _ => {
-                    if asked == Some(0) {
+                    if requested == Some(0) {
                         limit = 0;
                     }
                     let (items, revision) = self.store.list(&prefix);

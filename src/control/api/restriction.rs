@@ -226,10 +226,10 @@ fn owner(node: &str, read: Read<'_>, pod: &Value) -> Verdict {
     }
     let own =
         read(&format!("nodes/{node}")).ok_or_else(|| Refusal::Missing("nodes", node.to_owned()))?;
-    let (said, is) = (text(owner, &["uid"]).unwrap_or_default(), uid(&own));
-    if said != is {
+    let (expected, is) = (text(owner, &["uid"]).unwrap_or_default(), uid(&own));
+    if expected != is {
         return forbid(format!(
-            "node {node} UID mismatch: expected {said} got {is}"
+            "node {node} UID mismatch: expected {expected} got {is}"
         ));
     }
     Ok(())
@@ -390,30 +390,30 @@ fn pod_certificate(node: &str, read: Read<'_>, write: &Write<'_>) -> Verdict {
     let Some(request) = write.new else {
         return Ok(());
     };
-    let said = |key: &str| text(request, &["spec", key]).unwrap_or_default();
-    if said("nodeName") != node {
+    let specified = |key: &str| text(request, &["spec", key]).unwrap_or_default();
+    if specified("nodeName") != node {
         return forbid(format!(
             "PodCertificateRequest.Spec.NodeName={:?}, which is not the requesting node {node:?}",
-            said("nodeName")
+            specified("nodeName")
         ));
     }
     let namespace = write.namespace.unwrap_or_default();
-    let full = format!("{namespace}/{}", said("podName"));
+    let full = format!("{namespace}/{}", specified("podName"));
     let missing = missing_for_certificate;
     let own = read(&format!("nodes/{node}")).ok_or_else(|| missing("node", node, "nodes", node))?;
-    if uid(&own) != said("nodeUID") {
+    if uid(&own) != specified("nodeUID") {
         return Err(Refusal::Stale(format!(
             "PodCertificateRequest for pod {full:?} names node UID {:?}, inconsistent with the running node ({:?})",
-            said("nodeUID"),
+            specified("nodeUID"),
             uid(&own)
         )));
     }
     let pod = read(&format!("pods/{full}"))
-        .ok_or_else(|| missing("pod", &full, "pods", said("podName")))?;
-    if uid(&pod) != said("podUID") {
+        .ok_or_else(|| missing("pod", &full, "pods", specified("podName")))?;
+    if uid(&pod) != specified("podUID") {
         return Err(Refusal::Stale(format!(
             "PodCertificateRequest for pod {full:?} contains pod UID ({:?}) which differs from running pod {:?}",
-            said("podUID"),
+            specified("podUID"),
             uid(&pod)
         )));
     }
@@ -435,23 +435,23 @@ fn pod_certificate(node: &str, read: Read<'_>, write: &Write<'_>) -> Verdict {
 
 /// Checks that a PodCertificateRequest names the service account of its pod.
 fn account_of_certificate(read: Read<'_>, request: &Value, full: &str, pod: &Value) -> Verdict {
-    let said = |key: &str| text(request, &["spec", key]).unwrap_or_default();
+    let specified = |key: &str| text(request, &["spec", key]).unwrap_or_default();
     let namespace = full.split_once('/').map_or("", |(namespace, _)| namespace);
     let account = text(pod, &["spec", "serviceAccountName"]).unwrap_or_default();
-    if said("serviceAccountName") != account {
+    if specified("serviceAccountName") != account {
         return forbid(format!(
             "PodCertificateRequest for pod {full:?} contains serviceAccountName ({:?}) that differs from running pod ({account:?})",
-            said("serviceAccountName")
+            specified("serviceAccountName")
         ));
     }
     let name = format!("{namespace}/{account}");
     let found = read(&format!("serviceaccounts/{name}")).ok_or_else(|| {
         missing_for_certificate("service account", &name, "serviceaccounts", account)
     })?;
-    if uid(&found) != said("serviceAccountUID") {
+    if uid(&found) != specified("serviceAccountUID") {
         return Err(Refusal::Stale(format!(
             "PodCertificateRequest for pod {full:?} names service account UID {:?}, which differs from the running service account ({:?})",
-            said("serviceAccountUID"),
+            specified("serviceAccountUID"),
             uid(&found)
         )));
     }
@@ -542,13 +542,17 @@ pub enum Source<'a> {
 
 /// Whether a pod needs tokens for an audience (empty for the apiserver's own), in
 /// a projected volume or for a CSI driver.
-fn wants(pod: &Value, audience: &str, drivers: impl Fn(&Source<'_>) -> Vec<String>) -> bool {
+fn needs_audience(
+    pod: &Value,
+    audience: &str,
+    drivers: impl Fn(&Source<'_>) -> Vec<String>,
+) -> bool {
     list(pod, &["spec", "volumes"]).iter().any(|volume| {
         let own = list(volume, &["projected", "sources"])
             .iter()
             .filter_map(|s| at(s, &["serviceAccountToken"]))
             .any(|token| text(token, &["audience"]).unwrap_or_default() == audience);
-        let made = || {
+        let ephemeral_claim = || {
             format!(
                 "{}-{}",
                 name(pod),
@@ -556,7 +560,7 @@ fn wants(pod: &Value, audience: &str, drivers: impl Fn(&Source<'_>) -> Vec<Strin
             )
         };
         let source = if at(volume, &["ephemeral", "volumeClaimTemplate"]).is_some() {
-            Some(Source::Claim(made()))
+            Some(Source::Claim(ephemeral_claim()))
         } else if let Some(claim) = text(volume, &["persistentVolumeClaim", "claimName"]) {
             Some(Source::Claim(claim.to_owned()))
         } else {
@@ -567,7 +571,7 @@ fn wants(pod: &Value, audience: &str, drivers: impl Fn(&Source<'_>) -> Vec<Strin
 }
 
 /// A token request of a node.
-pub struct TokenAsk<'a> {
+pub struct RequestedToken<'a> {
     /// The service account's name.
     pub account: &'a str,
     /// The object to which the token is bound.
@@ -587,36 +591,41 @@ pub struct TokenAsk<'a> {
 /// 403 in upstream's wording (`admitServiceAccount`), 404 if the pod does not exist.
 pub fn check_token(
     node: &str,
-    ask: &TokenAsk<'_>,
+    token: &RequestedToken<'_>,
     drivers: impl Fn(&Source<'_>) -> Vec<String>,
     allowed: impl Fn(&str) -> bool,
 ) -> Result<(), ApiError> {
-    let refuse = |why: &str| Err(ApiError::refused("", "serviceaccounts", ask.account, why));
-    let said = |key: &str| ask.bound.and_then(|b| text(b, &[key])).unwrap_or_default();
-    if said("apiVersion") != "v1" || said("kind") != "Pod" || said("name").is_empty() {
+    let refuse = |why: &str| Err(ApiError::refused("", "serviceaccounts", token.account, why));
+    let bound_to = |key: &str| {
+        token
+            .bound
+            .and_then(|b| text(b, &[key]))
+            .unwrap_or_default()
+    };
+    if bound_to("apiVersion") != "v1" || bound_to("kind") != "Pod" || bound_to("name").is_empty() {
         return refuse("node requested token not bound to a pod");
     }
-    if said("uid").is_empty() {
+    if bound_to("uid").is_empty() {
         return refuse("node requested token with a pod binding without a uid");
     }
-    let pod = ask
+    let pod = token
         .pod
-        .ok_or_else(|| ApiError::not_found("", "pods", said("name")))?;
-    if said("uid") != uid(pod) {
+        .ok_or_else(|| ApiError::not_found("", "pods", bound_to("name")))?;
+    if bound_to("uid") != uid(pod) {
         return refuse(&format!(
             "the UID in the bound object reference ({}) does not match the UID in record. The object might have been deleted and then recreated",
-            said("uid")
+            bound_to("uid")
         ));
     }
     if text(pod, &["spec", "nodeName"]) != Some(node) {
         return refuse("node requested token bound to a pod scheduled on a different node");
     }
-    let audience = match ask.audiences {
+    let audience = match token.audiences {
         [] => "",
         [one] => one.as_str(),
         _ => return refuse("node may only request 0 or 1 audiences"),
     };
-    if wants(pod, audience, drivers) || allowed(audience) {
+    if needs_audience(pod, audience, drivers) || allowed(audience) {
         return Ok(());
     }
     refuse(&format!(

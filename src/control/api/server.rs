@@ -30,7 +30,7 @@ const BODY_LIMIT: usize = 3 << 20;
 const REQUEST_TIMEOUTS: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(60));
 /// How long a client may stop reading a response before its connection is closed; equal to
 /// kube-apiserver's default `--request-timeout`.
-const UNREAD: Duration = Duration::from_secs(60);
+const UNREAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// Connections have no idle timeout, because clients keep watches and idle connections open.
 const LIMITS: Limits = Limits {
     connections: 4096,
@@ -68,7 +68,7 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
         }
         let request = decode(&api, &peer, request).await?;
         let user = request.user.name.clone();
-        let answer = tokio::time::timeout(REQUEST_TIMEOUTS.1, api.answer_apart(request))
+        let answer = tokio::time::timeout(REQUEST_TIMEOUTS.1, api.answer_offloaded(request))
             .await
             .map_err(|_| {
                 ApiError::new(
@@ -98,7 +98,7 @@ async fn stream(
     namespace: Option<&str>,
     name: &str,
 ) -> Result<hyper::Response<Body>, ApiError> {
-    let user = who(api, peer, request.headers(), request.extensions())?;
+    let user = authenticate(api, peer, request.headers(), request.extensions())?;
     // Streams can run commands, so they need `create` for every HTTP method (since Kubernetes 1.35).
     let verb = match (sub, request.method().as_str()) {
         (Sub::Log, "GET") => Some("get"),
@@ -110,19 +110,21 @@ async fn stream(
         _ => None,
     };
     let verb = verb.ok_or_else(ApiError::method_not_allowed)?;
-    let ask = auth::ask(
+    let attributes = auth::attributes_of(
         verb,
         resource,
         sub.name(),
         namespace.unwrap_or_default(),
         name,
     );
-    if !api.may(&user, &ask) {
-        return Err(auth::refusal(&user, &ask));
+    if !api.is_allowed(&user, &attributes) {
+        return Err(auth::forbidden_error(&user, &attributes));
     }
-    let held = api.shares.last(&user.name)?;
+    let held = api.shares.reserve_stream(&user.name)?;
     let path = request.uri().path().to_owned();
-    let answer = api.by_node(sub, namespace, name, &path, request).await?;
+    let answer = api
+        .forward_to_node(sub, namespace, name, &path, request)
+        .await?;
     Ok(https::held(answer, held))
 }
 
@@ -135,7 +137,7 @@ fn within_share(
 ) -> Result<hyper::Response<Body>, ApiError> {
     match answer {
         Answer::Watch(_) => {
-            let held = api.shares.last(user)?;
+            let held = api.shares.reserve_stream(user)?;
             Ok(https::held(encode(answer, slot), held))
         }
         Answer::Body {
@@ -156,7 +158,7 @@ fn within_share(
     }
 }
 
-fn who(
+fn authenticate(
     api: &Api,
     peer: &Peer,
     headers: &hyper::HeaderMap,
@@ -170,7 +172,9 @@ fn who(
     ) {
         slot.mark_authenticated();
     }
-    impersonate::acting(user, headers, |user, ask| api.may(user, ask))
+    impersonate::effective_user(user, headers, |user, attributes| {
+        api.is_allowed(user, attributes)
+    })
 }
 
 async fn decode(
@@ -178,7 +182,7 @@ async fn decode(
     peer: &Peer,
     request: hyper::Request<Incoming>,
 ) -> Result<Request, ApiError> {
-    let user = who(api, peer, request.headers(), request.extensions())?;
+    let user = authenticate(api, peer, request.headers(), request.extensions())?;
     let mut decoded = Request {
         method: request.method().as_str().to_owned(),
         path: request.uri().path().to_owned(),
@@ -245,7 +249,7 @@ fn encode(answer: Answer, slot: Option<&ConnectionSlot>) -> hyper::Response<Body
             for warning in warnings::headers(&warnings) {
                 response = response.header("Warning", warning);
             }
-            response.body(paced(body, slot, UNREAD))
+            response.body(paced(body, slot, UNREAD_TIMEOUT))
         }
         Answer::Watch(lines) => {
             let lines = futures::stream::unfold(lines, |mut lines| async move {

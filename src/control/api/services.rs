@@ -15,7 +15,7 @@ use crate::control::store::Store;
 const NODE_PORTS: RangeInclusive<i64> = 30_000..=32_767;
 /// The first port for automatic allocation. Lower ports are reserved for services
 /// that request a specific port (KEP-3668).
-const FIRST: i64 = 30_086;
+const FIRST_AUTOMATIC_PORT: i64 = 30_086;
 /// How a node port is serialised.
 const NODE_PORT: &[u8] = b"\"nodePort\":";
 
@@ -23,7 +23,7 @@ fn is(service: &Value, kind: &str) -> bool {
     text(service, &["spec", "type"]).unwrap_or("ClusterIP") == kind
 }
 
-fn may_have_node_ports(service: &Value) -> bool {
+fn can_have_node_ports(service: &Value) -> bool {
     is(service, "NodePort") || is(service, "LoadBalancer")
 }
 
@@ -64,7 +64,7 @@ pub fn carry_over(old: &Value, new: &mut Value) {
             new["spec"][key] = old["spec"][key].clone();
         }
     }
-    if !may_have_node_ports(new) {
+    if !can_have_node_ports(new) {
         drop_same(
             new,
             &["externalTrafficPolicy", "allocateLoadBalancerNodePorts"],
@@ -76,7 +76,7 @@ pub fn carry_over(old: &Value, new: &mut Value) {
         before.entry(key).or_insert_with(|| node_port(port));
     }
     let same = |port: &Value| *before.get(&(&port["port"], protocol(port)))?;
-    let (keep, fill) = (may_have_node_ports(new), needs_node_ports(new));
+    let (keep, fill) = (can_have_node_ports(new), needs_node_ports(new));
     let taken: HashSet<i64> = list(new, &["spec", "ports"])
         .iter()
         .filter_map(node_port)
@@ -122,10 +122,10 @@ fn refusal(service: &Value, field: String, value: &Value, why: &str) -> ApiError
 }
 
 fn address(store: &Store, range: ipnet::Ipv4Net, service: &mut Value) -> Result<(), ApiError> {
-    let asked = text(service, &["spec", "clusterIP"])
+    let requested = text(service, &["spec", "clusterIP"])
         .unwrap_or_default()
         .to_owned();
-    if asked == "None" {
+    if requested == "None" {
         service["spec"]["clusterIPs"] = json!(["None"]);
         return Ok(());
     }
@@ -134,7 +134,7 @@ fn address(store: &Store, range: ipnet::Ipv4Net, service: &mut Value) -> Result<
         .iter()
         .filter_map(|(_, r)| r.attrs.field("spec.clusterIP"))
         .collect();
-    let address = if asked.is_empty() {
+    let address = if requested.is_empty() {
         // The first 15 addresses are reserved for well-known services, such as .1 for the API and .10 for DNS.
         range
             .hosts()
@@ -142,18 +142,18 @@ fn address(store: &Store, range: ipnet::Ipv4Net, service: &mut Value) -> Result<
             .map(|a| a.to_string())
             .find(|a| !taken.contains(a.as_str()))
     } else {
-        asked
+        requested
             .parse::<std::net::Ipv4Addr>()
             .ok()
-            .filter(|a| range.contains(a) && !taken.contains(asked.as_str()))
-            .map(|_| asked.clone())
+            .filter(|a| range.contains(a) && !taken.contains(requested.as_str()))
+            .map(|_| requested.clone())
     };
     let Some(address) = address else {
         let why = format!(
-            "failed to allocate IP {asked}: it is already allocated or not in the valid range {range}"
+            "failed to allocate IP {requested}: it is already allocated or not in the valid range {range}"
         );
         let field = "spec.clusterIPs".into();
-        return Err(refusal(service, field, &json!([asked]), &why));
+        return Err(refusal(service, field, &json!([requested]), &why));
     };
     service["spec"]["clusterIP"] = address.as_str().into();
     service["spec"]["clusterIPs"] = json!([address]);
@@ -186,7 +186,7 @@ fn taken_node_ports(store: &Store, service: &Value) -> HashSet<i64> {
 }
 
 fn node_ports(store: &Store, service: &mut Value) -> Result<(), ApiError> {
-    if !may_have_node_ports(service) {
+    if !can_have_node_ports(service) {
         return Ok(());
     }
     let mut taken = taken_node_ports(store, service);
@@ -215,8 +215,8 @@ fn node_ports(store: &Store, service: &mut Value) -> Result<(), ApiError> {
             .iter()
             .filter_map(node_port),
     );
-    let mut free = (FIRST..=*NODE_PORTS.end())
-        .chain(*NODE_PORTS.start()..FIRST)
+    let mut free = (FIRST_AUTOMATIC_PORT..=*NODE_PORTS.end())
+        .chain(*NODE_PORTS.start()..FIRST_AUTOMATIC_PORT)
         .filter(|p| !taken.contains(p));
     let mut full = false;
     for port in ports_of(service).filter(|p| node_port(p).is_none()) {
@@ -247,7 +247,7 @@ pub fn validate(service: &Value, errors: &mut Vec<FieldError>) {
             ));
         }
     }
-    if may_have_node_ports(service) && text(service, &["spec", "clusterIP"]) == Some("None") {
+    if can_have_node_ports(service) && text(service, &["spec", "clusterIP"]) == Some("None") {
         errors.push(FieldError::invalid(
             "spec.clusterIPs[0]",
             &"None".into(),
@@ -260,7 +260,7 @@ pub fn validate(service: &Value, errors: &mut Vec<FieldError>) {
             continue;
         };
         let field = format!("spec.ports[{i}].nodePort");
-        if !may_have_node_ports(service) {
+        if !can_have_node_ports(service) {
             let why = format!("may not be used when `type` is '{kind}'");
             errors.push(FieldError::forbidden(field, &why));
         } else if !seen.insert((protocol(port), number)) {

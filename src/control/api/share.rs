@@ -17,7 +17,7 @@ const MAX_BYTES: usize = 32 << 20;
 const MAX_ALL_BYTES: usize = 256 << 20;
 /// Maximum number of watches and followed logs per user. The value is a quarter of the server's connections, and more
 /// than the agent of a node with 500 pods opens.
-pub const MAX_LASTING: usize = 1024;
+pub const MAX_STREAMS: usize = 1024;
 
 /// The current use by all users.
 #[derive(Default)]
@@ -32,25 +32,25 @@ struct Used {
 #[derive(Default)]
 struct Share {
     bytes: usize,
-    lasting: usize,
+    streams: usize,
 }
 
 /// A part of a user's share, released on drop.
-pub struct Held {
+pub struct ShareGuard {
     shares: Arc<Shares>,
     user: String,
     bytes: usize,
-    lasting: usize,
+    streams: usize,
 }
 
-impl Drop for Held {
+impl Drop for ShareGuard {
     fn drop(&mut self) {
         let mut used = lock(&self.shares.0);
         used.bytes -= self.bytes;
         if let Some(share) = used.users.get_mut(&self.user) {
             share.bytes -= self.bytes;
-            share.lasting -= self.lasting;
-            if share.bytes == 0 && share.lasting == 0 {
+            share.streams -= self.streams;
+            if share.bytes == 0 && share.streams == 0 {
                 used.users.remove(&self.user);
             }
         }
@@ -60,7 +60,7 @@ impl Drop for Held {
 /// Response bytes with the share that they occupy.
 struct Counted {
     bytes: Bytes,
-    _held: Held,
+    _guard: ShareGuard,
 }
 
 impl AsRef<[u8]> for Counted {
@@ -70,7 +70,12 @@ impl AsRef<[u8]> for Counted {
 }
 
 impl Shares {
-    fn hold(self: &Arc<Self>, user: &str, bytes: usize, lasting: usize) -> Result<Held, ApiError> {
+    fn reserve(
+        self: &Arc<Self>,
+        user: &str,
+        bytes: usize,
+        streams: usize,
+    ) -> Result<ShareGuard, ApiError> {
         let mut used = lock(&self.0);
         let (of_all, all) = (used.bytes, used.bytes + bytes);
         let share = used.users.entry(user.to_owned()).or_default();
@@ -94,29 +99,32 @@ impl Shares {
                 MAX_ALL_BYTES,
             );
         }
-        if share.lasting + lasting > MAX_LASTING {
-            return refuse("watches and streams", share.lasting + lasting, MAX_LASTING);
+        if share.streams + streams > MAX_STREAMS {
+            return refuse("watches and streams", share.streams + streams, MAX_STREAMS);
         }
         share.bytes += bytes;
-        share.lasting += lasting;
+        share.streams += streams;
         used.bytes = all;
-        Ok(Held {
+        Ok(ShareGuard {
             shares: Arc::clone(self),
             user: user.to_owned(),
             bytes,
-            lasting,
+            streams,
         })
     }
 
     /// Counts the bytes of a response until the last reference is dropped; 429 if the user has too many unread bytes.
     pub fn count(self: &Arc<Self>, user: &str, bytes: Bytes) -> Result<Bytes, ApiError> {
-        let held = self.hold(user, bytes.len(), 0)?;
-        Ok(Bytes::from_owner(Counted { bytes, _held: held }))
+        let guard = self.reserve(user, bytes.len(), 0)?;
+        Ok(Bytes::from_owner(Counted {
+            bytes,
+            _guard: guard,
+        }))
     }
 
     /// Counts a long-lived request; 429 if the user has too many.
-    pub fn last(self: &Arc<Self>, user: &str) -> Result<Held, ApiError> {
-        self.hold(user, 0, 1)
+    pub fn reserve_stream(self: &Arc<Self>, user: &str) -> Result<ShareGuard, ApiError> {
+        self.reserve(user, 0, 1)
     }
 }
 
@@ -171,12 +179,12 @@ mod tests {
     #[test]
     fn the_watches_and_streams_of_a_user_are_limited() {
         let shares = Arc::new(Shares::default());
-        let mut held: Vec<Held> = (0..MAX_LASTING)
-            .map(|_| shares.last("a").expect("one more"))
+        let mut held: Vec<ShareGuard> = (0..MAX_STREAMS)
+            .map(|_| shares.reserve_stream("a").expect("one more"))
             .collect();
-        assert_eq!(shares.last("a").err().map(|e| e.code), Some(429));
-        assert!(shares.last("b").is_ok());
+        assert_eq!(shares.reserve_stream("a").err().map(|e| e.code), Some(429));
+        assert!(shares.reserve_stream("b").is_ok());
         held.pop();
-        assert!(shares.last("a").is_ok());
+        assert!(shares.reserve_stream("a").is_ok());
     }
 }

@@ -497,7 +497,7 @@ pub fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
     let yes = |path: &[&str]| Value::from(at(object, path) == Some(&Value::Bool(true)));
     let class = || or(&["spec", "storageClassName"], "");
     let attributes = || or(&["spec", "volumeAttributesClassName"], "<unset>");
-    let deleting = super::object::deleting(object);
+    let deleting = super::object::is_deleting(object);
     let phase = || {
         if deleting {
             "Terminating".into()

@@ -7,7 +7,7 @@ use super::Api;
 use super::auth::{self, User};
 use super::error::{ApiError, FieldError};
 use super::object;
-use super::object::{at, deleting, list, meta, text};
+use super::object::{at, is_deleting, list, meta, text};
 use super::patch;
 use super::read::{View, render};
 use super::resources::{Resource, Sub};
@@ -50,7 +50,7 @@ fn bindable(name: &str, pod: &Value, binding: &Value) -> Result<(), String> {
             object::uid(pod)
         ));
     }
-    if deleting(pod) {
+    if is_deleting(pod) {
         return Err(format!(
             "pod {name} is being deleted, cannot be assigned to a host"
         ));
@@ -219,10 +219,10 @@ impl Api {
     fn access(&self, user: &User, spec: &Value) -> bool {
         if let Some(path) = text(spec, &["nonResourceAttributes", "path"]) {
             return text(spec, &["nonResourceAttributes", "verb"]) == Some("get")
-                && self.may_get(user, path);
+                && self.can_get_path(user, path);
         }
         let get = |key: &str| text(spec, &["resourceAttributes", key]).unwrap_or_default();
-        let ask = auth::Ask {
+        let attributes = auth::Attributes {
             verb: get("verb"),
             group: get("group"),
             resource: get("resource"),
@@ -241,7 +241,7 @@ impl Api {
             })
             .unwrap_or_default(),
         };
-        self.may(user, &ask)
+        self.is_allowed(user, &attributes)
     }
 
     /// The status of a TokenReview: the token's user, if the token is issued for one of the requested audiences.
@@ -280,7 +280,7 @@ impl Api {
             "SelfSubjectReview" => json!({"userInfo": user.info()}),
             "TokenReview" => self.token_review(request),
             _ => {
-                let about = if kind == "SelfSubjectAccessReview" {
+                let subject = if kind == "SelfSubjectAccessReview" {
                     user.clone()
                 } else {
                     let groups = list(request, &["spec", "groups"])
@@ -293,7 +293,7 @@ impl Api {
                         ..User::default()
                     }
                 };
-                json!({"allowed": self.access(&about, &request["spec"])})
+                json!({"allowed": self.access(&subject, &request["spec"])})
             }
         };
         Ok(Written {

@@ -571,7 +571,7 @@ fn pod_status(object: &Value, sidecars: &HashSet<&str>) -> String {
             shown = if ready { "Running" } else { "NotReady" }.into();
         }
     }
-    if super::object::deleting(object) && !matches!(phase, "Succeeded" | "Failed") {
+    if super::object::is_deleting(object) && !matches!(phase, "Succeeded" | "Failed") {
         shown = if own == Some("NodeLost") {
             "Unknown"
         } else {

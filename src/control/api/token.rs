@@ -40,18 +40,18 @@ impl Subject<'_> {
 }
 
 /// An object's name and uid.
-pub type Named = (String, String);
+pub type NameAndUid = (String, String);
 
 /// The object whose deletion invalidates a token, in addition to its account.
 pub enum Bound {
     /// No object.
     Nothing,
     /// A pod; its node is added as an informational claim.
-    Pod(Named, Option<Named>),
+    Pod(NameAndUid, Option<NameAndUid>),
     /// A Secret.
-    Secret(Named),
+    Secret(NameAndUid),
     /// A node.
-    Node(Named),
+    Node(NameAndUid),
 }
 
 impl Tokens {
@@ -75,32 +75,32 @@ impl Tokens {
         seconds: i64,
         now: i64,
     ) -> Result<(String, i64), jsonwebtoken::errors::Error> {
-        let named = |(name, uid): &Named| {
-            let mut named = json!({"name": name});
+        let reference = |(name, uid): &NameAndUid| {
+            let mut object = json!({"name": name});
             if !uid.is_empty() {
-                named["uid"] = uid.as_str().into();
+                object["uid"] = uid.as_str().into();
             }
-            named
+            object
         };
-        let mut about = json!({
+        let mut private_claims = json!({
             "namespace": subject.namespace,
             "serviceaccount": {"name": subject.account, "uid": subject.uid},
         });
         match bound {
             Bound::Nothing => {}
             Bound::Pod(pod, node) => {
-                about["pod"] = named(pod);
+                private_claims["pod"] = reference(pod);
                 if let Some(node) = node {
-                    about["node"] = named(node);
+                    private_claims["node"] = reference(node);
                 }
             }
-            Bound::Secret(secret) => about["secret"] = named(secret),
-            Bound::Node(node) => about["node"] = named(node),
+            Bound::Secret(secret) => private_claims["secret"] = reference(secret),
+            Bound::Node(node) => private_claims["node"] = reference(node),
         }
         let expires = now.saturating_add(seconds);
         let claims = json!({
             "aud": audiences, "exp": expires, "iat": now, "nbf": now, "iss": ISSUER,
-            "jti": super::object::new_uid(), "kubernetes.io": about, "sub": subject.name(),
+            "jti": super::object::new_uid(), "kubernetes.io": private_claims, "sub": subject.name(),
         });
         Ok((self.sign(&claims)?, expires))
     }

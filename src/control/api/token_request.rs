@@ -3,17 +3,17 @@
 use serde_json::{Value, json};
 
 use super::Api;
-use super::auth::{Ask, User};
+use super::auth::{Attributes, User};
 use super::error::{ApiError, FieldError};
 use super::object::{self, at, list, text};
 use super::read::render;
 use super::resources::Resource;
-use super::restriction::{self, TokenAsk};
+use super::restriction::{self, RequestedToken};
 use super::token::{Bound, ISSUER, Subject};
 use super::write::Written;
 
 /// Lifetimes from this value on are rejected, in seconds.
-const MOST_SECONDS: i64 = (1 << 32) + 1;
+const MAX_SECONDS: i64 = (1 << 32) + 1;
 
 /// Lifetime in seconds if the request names none.
 const DEFAULT_SECONDS: i64 = 3600;
@@ -29,7 +29,7 @@ fn seconds(request: &Value) -> Result<i64, ApiError> {
         .unwrap_or(DEFAULT_SECONDS);
     let why = match seconds {
         ..600 => "may not specify a duration less than 10 minutes",
-        MOST_SECONDS.. => "may not specify a duration larger than 2^32 seconds",
+        MAX_SECONDS.. => "may not specify a duration larger than 2^32 seconds",
         _ => return Ok(seconds),
     };
     let error = FieldError::invalid("spec.expirationSeconds", &seconds.into(), why);
@@ -50,16 +50,16 @@ fn is_about(namespace: &str, name: &str, account: &Value, request: &Value) -> Re
             "must match the service account namespace if specified",
         ),
     ] {
-        let said = text(request, &["metadata", key]).unwrap_or_default();
-        if !said.is_empty() && said != is {
-            let error = FieldError::invalid(format!("metadata.{key}"), &said.into(), what);
+        let requested = text(request, &["metadata", key]).unwrap_or_default();
+        if !requested.is_empty() && requested != is {
+            let error = FieldError::invalid(format!("metadata.{key}"), &requested.into(), what);
             return Err(invalid(name, error));
         }
     }
-    let (said, is) = (object::uid(request), object::uid(account));
-    if !said.is_empty() && said != is {
+    let (requested, is) = (object::uid(request), object::uid(account));
+    if !requested.is_empty() && requested != is {
         let why = format!(
-            "the UID in the token request ({said}) does not match the UID of the service account ({is})"
+            "the UID in the token request ({requested}) does not match the UID of the service account ({is})"
         );
         return Err(ApiError::conflict(
             "authentication.k8s.io",
@@ -100,13 +100,13 @@ impl Api {
                 "cannot bind token for serviceaccount {account:?} to pod running with different serviceaccount name."
             )));
         }
-        let (said, is) = (
+        let (requested, is) = (
             text(reference, &["uid"]).unwrap_or_default(),
             object::uid(&found).to_owned(),
         );
-        if !said.is_empty() && said != is {
+        if !requested.is_empty() && requested != is {
             let why = format!(
-                "the UID in the bound object reference ({said}) does not match the UID in record. The object might have been deleted and then recreated"
+                "the UID in the bound object reference ({requested}) does not match the UID in record. The object might have been deleted and then recreated"
             );
             return Err(ApiError::conflict("", kind, name, &why));
         }
@@ -141,7 +141,7 @@ impl Api {
     ) -> Result<(), ApiError> {
         let name = bound.and_then(|b| text(b, &["name"])).unwrap_or_default();
         let pod = self.stored(&format!("pods/{namespace}/{name}"));
-        let ask = TokenAsk {
+        let token = RequestedToken {
             account,
             bound,
             pod: pod.as_ref(),
@@ -150,16 +150,16 @@ impl Api {
         let drivers = |source: &restriction::Source<'_>| self.token_audiences(namespace, source);
         // The audience takes the place of the resource, so that a role can allow it to nodes.
         let allowed = |audience: &str| {
-            let ask = Ask {
+            let attributes = Attributes {
                 verb: "request-serviceaccounts-token-audience",
                 resource: audience,
                 namespace,
                 name: account,
-                ..Ask::default()
+                ..Attributes::default()
             };
-            self.rbac.allows(&self.store, user, &ask)
+            self.rbac.allows(&self.store, user, &attributes)
         };
-        restriction::check_token(node, &ask, drivers, allowed)
+        restriction::check_token(node, &token, drivers, allowed)
     }
 
     /// POST `serviceaccounts/<name>/token`.

@@ -122,11 +122,11 @@ mod tests {
                     .iter()
                     .rev()
                     .fold(spec, |inner, key| json!({*key: inner}));
-                let said = warnings(kind, &whole);
+                let warned = warnings(kind, &whole);
                 let expected = format!("{}.{field}: stored but not enforced: ", path.join("."));
                 assert!(
-                    said.len() == 1 && said[0].starts_with(&expected),
-                    "{said:?}"
+                    warned.len() == 1 && warned[0].starts_with(&expected),
+                    "{warned:?}"
                 );
             }
             let plain = json!({"affinity": {"podAffinity": {}, "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {}}}, "topologySpreadConstraints": []});

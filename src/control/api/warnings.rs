@@ -4,9 +4,9 @@
 use std::collections::HashSet;
 
 /// Number of characters of all warnings above which each is truncated.
-const TOTAL: usize = 4 * 1024;
+const MAX_TOTAL_CHARS: usize = 4 * 1024;
 /// Number of characters of each warning after truncation.
-const ITEM: usize = 256;
+const MAX_TRUNCATED_CHARS: usize = 256;
 
 /// The header values. Duplicates and texts with control characters are omitted.
 #[must_use]
@@ -21,11 +21,11 @@ pub fn headers(texts: &[String]) -> Vec<String> {
     let mut written = 0;
     let mut headers = vec![];
     for text in texts {
-        if written >= TOTAL {
+        if written >= MAX_TOTAL_CHARS {
             break;
         }
-        let text: String = if all > TOTAL {
-            text.chars().take(ITEM).collect()
+        let text: String = if all > MAX_TOTAL_CHARS {
+            text.chars().take(MAX_TRUNCATED_CHARS).collect()
         } else {
             text.to_owned()
         };
@@ -54,15 +54,18 @@ mod tests {
         let sent = headers(&many);
         let size: usize = sent.iter().map(String::len).sum();
         assert!(
-            (200..300).contains(&sent.len()) && size < 3 * TOTAL,
+            (200..300).contains(&sent.len()) && size < 3 * MAX_TOTAL_CHARS,
             "{}",
             sent.len()
         );
         let long = "é".repeat(5000);
-        assert_eq!(of(&[&long]), [format!("299 - \"{}\"", "é".repeat(ITEM))]);
         assert_eq!(
-            of(&[&long[..2 * TOTAL]]),
-            [format!("299 - \"{}\"", "é".repeat(TOTAL))]
+            of(&[&long]),
+            [format!("299 - \"{}\"", "é".repeat(MAX_TRUNCATED_CHARS))]
+        );
+        assert_eq!(
+            of(&[&long[..2 * MAX_TOTAL_CHARS]]),
+            [format!("299 - \"{}\"", "é".repeat(MAX_TOTAL_CHARS))]
         );
     }
 }

@@ -21,7 +21,7 @@ use crate::control::store::{Bytes, Change, Compacted, Event, Record};
 use crate::https::guard;
 
 /// Interval of bookmarks, if the client requests them.
-const BOOKMARK: Duration = Duration::from_secs(60);
+const BOOKMARK_INTERVAL: Duration = Duration::from_secs(60);
 /// Duration of a watch without `timeoutSeconds`.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(2700);
 
@@ -30,9 +30,9 @@ const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// Maximum number of lines queued for a client, and of changes read from the history at a time.
 /// It bounds the memory for clients that do not read.
-const AHEAD: usize = 16;
+const MAX_QUEUED: usize = 16;
 /// How long a send may wait for a full queue before the watch is closed.
-const SLOW: Duration = Duration::from_secs(60);
+const SEND_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One line of a watch.
 #[derive(Debug)]
@@ -85,22 +85,22 @@ impl Api {
             query.get("fieldSelector"),
         )?;
         let options = ListOptions::of(query, true)?;
-        let asked = options.revision;
+        let requested = options.revision;
         // An absent revision and 0 name no position: without initial events, the watch begins at the current revision.
-        let anywhere = matches!(asked, None | Some(0));
+        let anywhere = matches!(requested, None | Some(0));
         let state_first = options.initial_events.unwrap_or(anywhere);
-        let position = match asked {
+        let position = match requested {
             _ if anywhere => self.store.revision(),
-            asked => asked.unwrap_or(0),
+            requested => requested.unwrap_or(0),
         };
         // Zero counts as absent.
         let seconds = options.timeout.and_then(|s| u64::try_from(s).ok());
         let seconds = seconds.filter(|s| *s > 0);
         let timeout = seconds.map_or(DEFAULT_TIMEOUT, |s| Duration::from_secs(s).min(MAX_TIMEOUT));
-        let (out, lines) = mpsc::channel(AHEAD);
+        let (out, lines) = mpsc::channel(MAX_QUEUED);
         let prefix = resource.prefix(namespace);
         // Listed here, not in the task below, so that changes after the response headers are sent as events.
-        let present = (state_first && asked.unwrap_or(0) <= self.store.revision())
+        let present = (state_first && requested.unwrap_or(0) <= self.store.revision())
             .then(|| self.store.list(&prefix));
         let watch = Watch {
             resource,
@@ -115,14 +115,15 @@ impl Api {
         let api = self.clone();
         tokio::spawn(async move {
             // `None` means that the client disconnected. A panic is logged. Either way the watch is closed.
-            let _ = guard(watch.run(api, state_first, present, asked.unwrap_or(0), timeout)).await;
+            let _ =
+                guard(watch.run(api, state_first, present, requested.unwrap_or(0), timeout)).await;
         });
         Ok(lines)
     }
 }
 
 /// The object as it was before a change, with the change's revision.
-fn left(event: &Event) -> Option<Record> {
+fn left_selector(event: &Event) -> Option<Record> {
     let previous = event.previous.as_ref()?;
     let mut object: Value = serde_json::from_slice(&previous.value).ok()?;
     meta(&mut object).insert("resourceVersion".into(), event.revision.to_string().into());
@@ -160,7 +161,7 @@ impl Watch {
                 self.bookmark(true).await?;
             }
         }
-        let mut next_bookmark = Instant::now() + BOOKMARK;
+        let mut next_bookmark = Instant::now() + BOOKMARK_INTERVAL;
         loop {
             head.borrow_and_update();
             if let Err(compacted) = self.catch_up(&api).await? {
@@ -175,7 +176,7 @@ impl Watch {
                 return Some(());
             }
             if due {
-                next_bookmark = now + BOOKMARK;
+                next_bookmark = now + BOOKMARK_INTERVAL;
             }
             tokio::select! {
                 // Cancel-safe: `catch_up` finds a change whose notification is lost here.
@@ -190,23 +191,24 @@ impl Watch {
     /// Sends all changes since the last position.
     async fn catch_up(&mut self, api: &Api) -> Option<Result<(), Compacted>> {
         loop {
-            let (events, complete) = match api.store.changes(self.position, &self.prefix, AHEAD) {
-                Ok(changes) => changes,
-                Err(compacted) => return Some(Err(compacted)),
-            };
+            let (events, complete) =
+                match api.store.changes(self.position, &self.prefix, MAX_QUEUED) {
+                    Ok(changes) => changes,
+                    Err(compacted) => return Some(Err(compacted)),
+                };
             for event in &events {
-                self.show(event).await?;
+                self.send_change(event).await?;
             }
             // The client may have named a future revision.
             self.position = self.position.max(complete);
-            if events.len() < AHEAD {
+            if events.len() < MAX_QUEUED {
                 return Some(Ok(()));
             }
         }
     }
 
     /// Sends a change as this watcher's selector sees it.
-    async fn show(&mut self, event: &Event) -> Option<()> {
+    async fn send_change(&mut self, event: &Event) -> Option<()> {
         let before = event
             .previous
             .as_ref()
@@ -215,7 +217,7 @@ impl Watch {
         match (before, after) {
             (false, true) => self.send("ADDED", &event.record).await,
             (true, true) => self.send("MODIFIED", &event.record).await,
-            (true, false) if event.change == Change::Put => match left(event) {
+            (true, false) if event.change == Change::Put => match left_selector(event) {
                 // The object no longer matches: the watcher gets a deletion of the version
                 // it knows, at the revision of the change.
                 Some(record) => self.send("DELETED", &record).await,
@@ -279,6 +281,6 @@ impl Watch {
 
     async fn line(&mut self, kind: &'static str, object: Bytes) -> Option<()> {
         let sent = self.out.send(Line { kind, object });
-        tokio::time::timeout(SLOW, sent).await.ok()?.ok()
+        tokio::time::timeout(SEND_TIMEOUT, sent).await.ok()?.ok()
     }
 }

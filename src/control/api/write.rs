@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::Api;
 use super::admit;
-use super::auth::{self, Ask, User};
+use super::auth::{self, Attributes, User};
 use super::batch;
 use super::certificates;
 use super::change;
@@ -15,7 +15,7 @@ use super::delete::is_finished;
 use super::error::{ApiError, FieldError};
 use super::expansion;
 use super::object;
-use super::object::{deleting, meta, now, text};
+use super::object::{is_deleting, meta, now, text};
 use super::patch;
 use super::resources::{Resource, Sub};
 use super::restriction;
@@ -273,7 +273,7 @@ impl Api {
                         warnings,
                     });
                 }
-                Err(WriteError::Overtaken) => {}
+                Err(WriteError::Superseded) => {}
                 Err(WriteError::Conflict(_)) if !fixed_name => {}
                 Err(WriteError::Conflict(found)) => return Err(taken(resource, &name, found)),
                 Err(other) => return Err(ApiError::internal(other)),
@@ -340,7 +340,7 @@ impl Api {
         }
         let Some(new) = write.new else { return Ok(()) };
         if let ("CertificateSigningRequest", Some(old)) = (write.resource.kind, write.old)
-            && let Some((verb, signer)) = certificates::needs(write.sub, old, new)
+            && let Some((verb, signer)) = certificates::required_permission(write.sub, old, new)
         {
             self.check_signer(user, verb, signer)?;
         }
@@ -351,17 +351,17 @@ impl Api {
     /// Whether a user may `approve` or `sign` for a signer, or for all signers of its domain.
     fn check_signer(&self, user: &User, verb: &str, signer: &str) -> Result<(), ApiError> {
         let domain = signer.split('/').next().unwrap_or_default();
-        let may = |name: &str| {
-            let ask = Ask {
+        let is_allowed = |name: &str| {
+            let attributes = Attributes {
                 verb,
                 group: "certificates.k8s.io",
                 resource: "signers",
                 name,
-                ..Ask::default()
+                ..Attributes::default()
             };
-            self.may(user, &ask)
+            self.is_allowed(user, &attributes)
         };
-        if may(signer) || may(&format!("{domain}/*")) {
+        if is_allowed(signer) || is_allowed(&format!("{domain}/*")) {
             return Ok(());
         }
         Err(ApiError::forbidden(format!(
@@ -431,9 +431,9 @@ impl Api {
             // An update that creates an object needs permission to create it (upstream's `withAuthorization`,
             // `staging/src/k8s.io/apiserver/pkg/endpoints/handlers/update.go`).
             let namespace_of = namespace.unwrap_or_default();
-            let ask = auth::ask("create", resource, "", namespace_of, name);
-            if !self.may(options.user, &ask) {
-                return Err(auth::refusal(options.user, &ask));
+            let attributes = auth::attributes_of("create", resource, "", namespace_of, name);
+            if !self.is_allowed(options.user, &attributes) {
+                return Err(auth::forbidden_error(options.user, &attributes));
             }
             return Box::pin(self.create(resource, namespace, body, options)).await;
         }
@@ -643,7 +643,7 @@ fn generate_name(object: &mut Value, beginning: &str) {
 fn taken(resource: &Resource, name: &str, found: Option<Record>) -> ApiError {
     let mut error = ApiError::already_exists(resource.group, resource.plural, name);
     let old: Option<Value> = found.and_then(|r| serde_json::from_slice(&r.value).ok());
-    if old.is_some_and(|o| deleting(&o)) {
+    if old.is_some_and(|o| is_deleting(&o)) {
         error.message = format!("object is being deleted: {}", error.message);
     }
     error

@@ -72,9 +72,9 @@ fn is_attached(attachment: &VolumeAttachment) -> bool {
 }
 
 /// The pods that are bound to a node and not in a terminal phase, with the node's name.
-fn placed(pods: &[Arc<Pod>]) -> impl Iterator<Item = (&Arc<Pod>, &str)> {
-    let going_on = pods.iter().filter(|pod| !pod::is_terminal(pod));
-    going_on.filter_map(|pod| {
+fn bound_pods(pods: &[Arc<Pod>]) -> impl Iterator<Item = (&Arc<Pod>, &str)> {
+    let running = pods.iter().filter(|pod| !pod::is_terminal(pod));
+    running.filter_map(|pod| {
         let node = pod::spec(pod).node_name.as_deref();
         Some((pod, node.filter(|node| !node.is_empty())?))
     })
@@ -98,7 +98,7 @@ fn claimed<'a>(
 }
 
 /// The observed state.
-struct World {
+struct Observed {
     pods: Vec<Arc<Pod>>,
     claims: Vec<Arc<PersistentVolumeClaim>>,
     volumes: Vec<Arc<PersistentVolume>>,
@@ -113,14 +113,14 @@ enum Step {
     Attach(String, Box<Wanted>),
     Detach(Box<Detached>),
     /// Patches a node's list of attached volumes.
-    Tell(String, Value),
+    SetAttached(String, Value),
 }
 
-impl World {
+impl Observed {
     /// All attachments that pods need: the pod, the attachment's name and its specification.
     fn needs(&self) -> Vec<(&Arc<Pod>, String, Wanted)> {
         let mut needs = vec![];
-        for (pod, node) in placed(&self.pods) {
+        for (pod, node) in bound_pods(&self.pods) {
             for volume in claimed(pod, &self.claims, &self.volumes) {
                 let Some(source) = volume.spec.as_ref().and_then(|s| s.csi.as_ref()) else {
                     continue;
@@ -147,8 +147,8 @@ impl World {
     }
 
     /// Events for pending pods: the pod, a reason and a message.
-    fn news(&self) -> Vec<(Arc<Pod>, &'static str, String)> {
-        let mut news = vec![];
+    fn events(&self) -> Vec<(Arc<Pod>, &'static str, String)> {
+        let mut events = vec![];
         for (pod, name, attachment) in self
             .needs()
             .into_iter()
@@ -162,13 +162,13 @@ impl World {
             let volume = &attachment.volume;
             match (found.is_some_and(|a| is_attached(a)), failed) {
                 (true, _) => {
-                    news.push((
+                    events.push((
                         Arc::clone(pod),
                         "SuccessfulAttachVolume",
                         format!("AttachVolume.Attach succeeded for volume {volume:?} "),
                     ));
                 }
-                (false, Some(why)) => news.push((
+                (false, Some(why)) => events.push((
                     Arc::clone(pod),
                     "FailedAttachVolume",
                     format!("AttachVolume.Attach failed for volume {volume:?} : {why}"),
@@ -176,12 +176,12 @@ impl World {
                 (false, None) => {}
             }
         }
-        news.extend(self.disks().1);
-        news
+        events.extend(self.disks().1);
+        events
     }
 
     /// The attached lists and events for disks that nodes attach without a driver.
-    fn disks(&self) -> (disks::Lists, Vec<disks::News>) {
+    fn disks(&self) -> (disks::Lists, Vec<disks::PodEvent>) {
         disks::decide(&self.pods, &self.claims, &self.volumes, &self.nodes)
     }
 
@@ -216,7 +216,7 @@ impl World {
                     .iter()
                     .map(|name| json!({"name": name, "devicePath": ""}))
                     .collect();
-                steps.push(Step::Tell(
+                steps.push(Step::SetAttached(
                     node.name_any(),
                     json!({"status": {"volumesAttached": list}}),
                 ));
@@ -245,12 +245,12 @@ impl World {
     }
 
     /// Whether any volume can need an attachment; on most small clusters none does.
-    fn may_attach(&self) -> bool {
+    fn can_need_attachments(&self) -> bool {
         let is_served =
             |v: &Arc<PersistentVolume>| v.spec.as_ref().is_some_and(|s| s.csi.is_some());
         self.volumes.iter().any(is_served)
             || !self.attachments.is_empty()
-            || disks::are_there(&self.pods, &self.volumes, &self.nodes)
+            || disks::has_disks(&self.pods, &self.volumes, &self.nodes)
     }
 
     /// The unique name of an attachment's volume in the node's status.
@@ -278,17 +278,17 @@ async fn detach(client: &Client, detached: &Detached) -> Result<(), kube::Error>
 }
 
 /// How long to wait until a write is visible in the cache.
-const SEEN: Duration = Duration::from_secs(5);
+const CACHE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Waits until the cache contains the written node, so that the next decision does
 /// not assign the same disk to another node.
-async fn is_seen(nodes: &Cache<Node>, told: &Node) {
+async fn wait_until_cached(nodes: &Cache<Node>, written: &Node) {
     let mut changes = nodes.changes();
     let seen = async {
         loop {
             changes.mark_unchanged();
-            let known = nodes.get("", &told.name_any());
-            if known.is_none_or(|known| revision(&*known) >= revision(told)) {
+            let known = nodes.get("", &written.name_any());
+            if known.is_none_or(|known| revision(&*known) >= revision(written)) {
                 return;
             }
             if changes.changed().await.is_err() {
@@ -296,15 +296,15 @@ async fn is_seen(nodes: &Cache<Node>, told: &Node) {
             }
         }
     };
-    if tokio::time::timeout(SEEN, seen).await.is_err() {
+    if tokio::time::timeout(CACHE_TIMEOUT, seen).await.is_err() {
         tracing::warn!(
-            node = told.name_any(),
+            node = written.name_any(),
             "the watch has not shown the volumesAttached that was written to a node's status"
         );
     }
 }
 
-async fn take(client: &Client, nodes: &Cache<Node>, step: Step) -> Result<(), kube::Error> {
+async fn execute(client: &Client, nodes: &Cache<Node>, step: Step) -> Result<(), kube::Error> {
     let attachments: Api<VolumeAttachment> = Api::all(client.clone());
     match step {
         Step::Attach(name, attachment) => {
@@ -316,11 +316,11 @@ async fn take(client: &Client, nodes: &Cache<Node>, step: Step) -> Result<(), ku
                 .map(|_| ())
         }
         Step::Detach(detached) => detach(client, &detached).await,
-        Step::Tell(node, patch) => {
+        Step::SetAttached(node, patch) => {
             let api = Api::<Node>::all(client.clone());
             let (parameters, patch) = (PatchParams::default(), Patch::Merge(patch));
-            let told = api.patch_status(&node, &parameters, &patch).await?;
-            is_seen(nodes, &told).await;
+            let written = api.patch_status(&node, &parameters, &patch).await?;
+            wait_until_cached(nodes, &written).await;
             Ok(())
         }
     }
@@ -349,13 +349,13 @@ pub(super) async fn run(client: Client, caches: Caches) {
         attachments.changes(),
         nodes.changes(),
     ];
-    let mut said: BTreeSet<(String, String)> = BTreeSet::new();
+    let mut emitted: BTreeSet<(String, String)> = BTreeSet::new();
     loop {
         for receiver in &mut changes {
             receiver.mark_unchanged();
         }
         let mut unfinished = false;
-        let world = World {
+        let observed = Observed {
             pods: caches.pods.list(),
             claims: caches.claims.list(),
             volumes: caches.volumes.list().into_iter().map(served).collect(),
@@ -363,11 +363,11 @@ pub(super) async fn run(client: Client, caches: Caches) {
             attachments: attachments.list(),
             nodes: nodes.list(),
         };
-        if world.may_attach() {
-            let news = world.news();
-            said.retain(|(uid, _)| world.pods.iter().any(|p| p.uid().as_ref() == Some(uid)));
-            for (pod, reason, message) in news {
-                if said.insert((pod.uid().unwrap_or_default(), message.clone())) {
+        if observed.can_need_attachments() {
+            let events = observed.events();
+            emitted.retain(|(uid, _)| observed.pods.iter().any(|p| p.uid().as_ref() == Some(uid)));
+            for (pod, reason, message) in events {
+                if emitted.insert((pod.uid().unwrap_or_default(), message.clone())) {
                     super::event(
                         &client,
                         &*pod,
@@ -380,8 +380,8 @@ pub(super) async fn run(client: Client, caches: Caches) {
                     .await;
                 }
             }
-            for step in world.steps() {
-                if let Err(error) = take(&client, &nodes, step).await {
+            for step in observed.steps() {
+                if let Err(error) = execute(&client, &nodes, step).await {
                     unfinished = true;
                     if !matches!(code(&error), Some(404 | 409)) {
                         tracing::warn!(error = %crate::kubeapi::client::chain(&error), "reconcile of a VolumeAttachment failed, retrying");
@@ -418,8 +418,8 @@ mod tests {
         one(json!({"metadata": {"name": "here"}, "status": status})).remove(0)
     }
 
-    fn world(required: bool, in_use: &[&str]) -> World {
-        World {
+    fn observed(required: bool, in_use: &[&str]) -> Observed {
+        Observed {
             pods: one(
                 json!({"metadata": {"name": "p", "namespace": "n"}, "spec": {"nodeName": "here", "containers": [],
                 "volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "c"}}]}}),
@@ -438,8 +438,8 @@ mod tests {
 
     #[test]
     fn volumes_are_attached_to_the_pods_node_and_detached_after_their_last_use() {
-        assert_eq!(world(false, &[]).steps(), vec![]);
-        let mut attached = world(true, &["kubernetes.io/csi/d^h"]);
+        assert_eq!(observed(false, &[]).steps(), vec![]);
+        let mut attached = observed(true, &["kubernetes.io/csi/d^h"]);
         let name = match &attached.steps()[..] {
             [Step::Attach(name, attachment)]
                 if attachment.node == "here" && attachment.volume == "pv" =>
@@ -453,23 +453,23 @@ mod tests {
             "status": {"attached": true}}),
         );
         assert!(
-            matches!(&attached.steps()[..], [Step::Tell(node, told)] if node == "here" && told["status"]["volumesAttached"][0]["name"] == "kubernetes.io/csi/d^h")
+            matches!(&attached.steps()[..], [Step::SetAttached(node, written)] if node == "here" && written["status"]["volumesAttached"][0]["name"] == "kubernetes.io/csi/d^h")
         );
         assert_eq!(
             attached
-                .news()
+                .events()
                 .iter()
                 .map(|(_, reason, _)| *reason)
                 .collect::<Vec<_>>(),
             ["SuccessfulAttachVolume"]
         );
-        let mut failing = world(true, &[]);
+        let mut failing = observed(true, &[]);
         failing.attachments = one(
             json!({"metadata": {"name": name}, "spec": {"attacher": "d", "nodeName": "here", "source": {"persistentVolumeName": "pv"}},
             "status": {"attached": false, "attachError": {"message": "no room"}}}),
         );
         assert!(
-            matches!(&failing.news()[..], [(_, "FailedAttachVolume", why)] if why.ends_with("\"pv\" : no room"))
+            matches!(&failing.events()[..], [(_, "FailedAttachVolume", why)] if why.ends_with("\"pv\" : no room"))
         );
         attached.nodes[0] = node(&["kubernetes.io/csi/d^h"], &["kubernetes.io/csi/d^h"]);
         attached.pods.clear();
@@ -480,8 +480,11 @@ mod tests {
         );
         // The volume is removed from the list before it is detached: a node may mount a listed volume.
         attached.nodes[0] = node(&[], &["kubernetes.io/csi/d^h"]);
-        let told = json!({"status": {"volumesAttached": []}});
-        assert_eq!(attached.steps(), [Step::Tell("here".into(), told)]);
+        let written = json!({"status": {"volumesAttached": []}});
+        assert_eq!(
+            attached.steps(),
+            [Step::SetAttached("here".into(), written)]
+        );
         attached.nodes[0] = node(&[], &[]);
         assert!(
             matches!(&attached.steps()[..], [Step::Detach(detached)] if detached.name == name && detached.node == "here")
@@ -495,18 +498,21 @@ mod tests {
 
     #[test]
     fn an_attachment_that_is_being_deleted_is_not_attached() {
-        let mut world = world(true, &["kubernetes.io/csi/d^h"]);
+        let mut observed = observed(true, &["kubernetes.io/csi/d^h"]);
         let name = csi::attachment_name("d", "h", "here");
-        world.attachments = one(
+        observed.attachments = one(
             json!({"metadata": {"name": name, "deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["a"]},
             "spec": {"attacher": "d", "nodeName": "here", "source": {"persistentVolumeName": "pv"}}, "status": {"attached": true}}),
         );
-        assert_eq!((world.steps(), world.news()), (vec![], vec![]));
-        world.nodes[0] = node(&[], &["kubernetes.io/csi/d^h"]);
-        let told = json!({"status": {"volumesAttached": []}});
-        assert_eq!(world.steps(), [Step::Tell("here".into(), told)]);
-        world.attachments.clear();
-        world.nodes[0] = node(&[], &[]);
-        assert!(matches!(&world.steps()[..], [Step::Attach(..)]));
+        assert_eq!((observed.steps(), observed.events()), (vec![], vec![]));
+        observed.nodes[0] = node(&[], &["kubernetes.io/csi/d^h"]);
+        let written = json!({"status": {"volumesAttached": []}});
+        assert_eq!(
+            observed.steps(),
+            [Step::SetAttached("here".into(), written)]
+        );
+        observed.attachments.clear();
+        observed.nodes[0] = node(&[], &[]);
+        assert!(matches!(&observed.steps()[..], [Step::Attach(..)]));
     }
 }

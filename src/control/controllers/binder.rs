@@ -45,15 +45,15 @@ enum Step {
     /// Removes a provisioned directory and its volume.
     Remove(Arc<PersistentVolume>),
     /// Creates the claim of an ephemeral volume.
-    Make(Box<PersistentVolumeClaim>),
+    CreateClaim(Box<PersistentVolumeClaim>),
     /// Deletes a claim whose pod was deleted.
-    Drop(Arc<PersistentVolumeClaim>),
+    DeleteClaim(Arc<PersistentVolumeClaim>),
     /// Emits an event why a claim is not bound: reason and message.
-    Say(Arc<PersistentVolumeClaim>, &'static str, String),
+    Event(Arc<PersistentVolumeClaim>, &'static str, String),
 }
 
 /// The observed state.
-struct World {
+struct Observed {
     claims: Vec<Arc<PersistentVolumeClaim>>,
     volumes: Vec<Arc<PersistentVolume>>,
     classes: Vec<Arc<StorageClass>>,
@@ -62,7 +62,7 @@ struct World {
     directories: Option<(PathBuf, String)>,
 }
 
-fn without(finalizers: Option<&Vec<String>>, name: &str) -> Option<Value> {
+fn without_finalizer(finalizers: Option<&Vec<String>>, name: &str) -> Option<Value> {
     let finalizers = finalizers.filter(|f| f.iter().any(|f| f == name))?;
     Some(
         json!({"metadata": {"finalizers": finalizers.iter().filter(|f| *f != name).collect::<Vec<_>>()}}),
@@ -73,8 +73,8 @@ fn phase(status: Option<&String>) -> &str {
     status.map_or("", String::as_str)
 }
 
-impl World {
-    fn used(&self, claim: &PersistentVolumeClaim) -> bool {
+impl Observed {
+    fn is_used(&self, claim: &PersistentVolumeClaim) -> bool {
         let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());
         self.pods.iter().any(|p| claims::uses(p, &namespace, &name))
     }
@@ -90,7 +90,7 @@ impl World {
     }
 
     /// The next step for a claim. `taken` contains the volumes that other claims get in this reconciliation.
-    fn of_claim(
+    fn steps_for_claim(
         &self,
         claim: &Arc<PersistentVolumeClaim>,
         taken: &mut BTreeSet<String>,
@@ -106,10 +106,10 @@ impl World {
                 .iter()
                 .any(|p| p.uid().as_deref() == Some(&owner.uid))
         {
-            return vec![Step::Drop(Arc::clone(claim))];
+            return vec![Step::DeleteClaim(Arc::clone(claim))];
         }
-        if deleting && !self.used(claim) {
-            return without(claim.metadata.finalizers.as_ref(), CLAIM_IN_USE)
+        if deleting && !self.is_used(claim) {
+            return without_finalizer(claim.metadata.finalizers.as_ref(), CLAIM_IN_USE)
                 .map(|patch| Step::Claim(Arc::clone(claim), patch))
                 .into_iter()
                 .collect();
@@ -120,13 +120,13 @@ impl World {
             .and_then(|s| s.volume_name.clone())
             .filter(|v| !v.is_empty())
         {
-            Some(volume) => self.of_bound(claim, &volume),
+            Some(volume) => self.steps_for_bound(claim, &volume),
             None if deleting => vec![],
-            None => self.of_unbound(claim, taken),
+            None => self.steps_for_unbound(claim, taken),
         }
     }
 
-    fn of_unbound(
+    fn steps_for_unbound(
         &self,
         claim: &Arc<PersistentVolumeClaim>,
         taken: &mut BTreeSet<String>,
@@ -141,7 +141,7 @@ impl World {
             .map(|v| &**v)
             .filter(|v| !taken.contains(&v.name_any()));
         if waits && selected.is_none() && !free.clone().any(|v| claims::is_for(v, claim)) {
-            return vec![Step::Say(
+            return vec![Step::Event(
                 Arc::clone(claim),
                 "WaitForFirstConsumer",
                 "waiting for first consumer to be created before binding".into(),
@@ -173,7 +173,7 @@ impl World {
                 ),
             ];
         }
-        let say = |reason, message: String| vec![Step::Say(Arc::clone(claim), reason, message)];
+        let event = |reason, message: String| vec![Step::Event(Arc::clone(claim), reason, message)];
         let wanted = claim
             .spec
             .as_ref()
@@ -184,39 +184,39 @@ impl World {
                 Some((dir, node)) if selected.is_none_or(|s| s == node) => vec![Step::Provision(
                     Box::new(directory(claim, class, dir, node)),
                 )],
-                Some((_, node)) => say(
+                Some((_, node)) => event(
                     "ProvisioningFailed",
                     format!(
                         "class {wanted:?} creates directories only on node {node}, and the pod is scheduled to node {}",
                         selected.map_or("", String::as_str)
                     ),
                 ),
-                None => say(
+                None => event(
                     "ProvisioningFailed",
                     format!(
                         "class {wanted:?} creates directories, and this control plane has no directory for volumes"
                     ),
                 ),
             },
-            Some(class) if class.provisioner != claims::NO_PROVISIONER => say(
+            Some(class) if class.provisioner != claims::NO_PROVISIONER => event(
                 "ExternalProvisioning",
                 format!(
                     "Waiting for a volume to be created either by the external provisioner '{}' or manually by the system administrator. If volume creation is delayed, please verify that the provisioner is running and correctly registered.",
                     class.provisioner
                 ),
             ),
-            None if !wanted.is_empty() => say(
+            None if !wanted.is_empty() => event(
                 "ProvisioningFailed",
                 format!("storageclass.storage.k8s.io {wanted:?} not found"),
             ),
-            _ => say(
+            _ => event(
                 "FailedBinding",
                 "no persistent volumes available for this claim and no storage class is set".into(),
             ),
         }
     }
 
-    fn of_bound(&self, claim: &Arc<PersistentVolumeClaim>, name: &str) -> Vec<Step> {
+    fn steps_for_bound(&self, claim: &Arc<PersistentVolumeClaim>, name: &str) -> Vec<Step> {
         let status = claim.status.clone().unwrap_or_default();
         let Some(volume) = self.volumes.iter().find(|v| v.name_any() == name) else {
             let lost = claims::bound(claim).is_some() && phase(status.phase.as_ref()) != "Lost";
@@ -231,7 +231,7 @@ impl World {
         };
         let spec = volume.spec.clone().unwrap_or_default();
         if !claims::is_for(volume, claim) && spec.claim_ref.is_some() {
-            return vec![Step::Say(
+            return vec![Step::Event(
                 Arc::clone(claim),
                 "FailedBinding",
                 format!("volume {name:?} already bound to a different claim."),
@@ -265,7 +265,7 @@ impl World {
     }
 
     /// The next step for a volume.
-    fn of_volume(&self, volume: &Arc<PersistentVolume>) -> Vec<Step> {
+    fn steps_for_volume(&self, volume: &Arc<PersistentVolume>) -> Vec<Step> {
         let spec = volume.spec.clone().unwrap_or_default();
         let now = volume
             .status
@@ -289,7 +289,7 @@ impl World {
         });
         let alive = claim.is_some_and(|c| claims::is_for(volume, c));
         if volume.metadata.deletion_timestamp.is_some() && !alive {
-            return without(volume.metadata.finalizers.as_ref(), VOLUME_IN_USE)
+            return without_finalizer(volume.metadata.finalizers.as_ref(), VOLUME_IN_USE)
                 .map(|patch| Step::Volume(Arc::clone(volume), patch))
                 .into_iter()
                 .collect();
@@ -323,7 +323,7 @@ impl World {
     }
 
     /// Creates the missing claims of a pod's ephemeral volumes.
-    fn of_pod(&self, pod: &Pod) -> Vec<Step> {
+    fn steps_for_pod(&self, pod: &Pod) -> Vec<Step> {
         if pod::is_terminal(pod) || pod.metadata.deletion_timestamp.is_some() {
             return vec![];
         }
@@ -342,24 +342,28 @@ impl World {
             serde_json::from_value(claim)
                 .ok()
                 .filter(|_| lacks(&name))
-                .map(|claim| Step::Make(Box::new(claim)))
+                .map(|claim| Step::CreateClaim(Box::new(claim)))
         };
         claims::of_pod(pod).into_iter().filter_map(make).collect()
     }
 
     fn steps(&self) -> Vec<Step> {
         let mut taken = BTreeSet::new();
-        let mut steps: Vec<Step> = self.pods.iter().flat_map(|pod| self.of_pod(pod)).collect();
+        let mut steps: Vec<Step> = self
+            .pods
+            .iter()
+            .flat_map(|pod| self.steps_for_pod(pod))
+            .collect();
         steps.extend(
             self.claims
                 .iter()
-                .flat_map(|claim| self.of_claim(claim, &mut taken)),
+                .flat_map(|claim| self.steps_for_claim(claim, &mut taken)),
         );
         steps.extend(
             self.volumes
                 .iter()
                 .filter(|v| !taken.contains(&v.name_any()))
-                .flat_map(|volume| self.of_volume(volume)),
+                .flat_map(|volume| self.steps_for_volume(volume)),
         );
         steps
     }
@@ -396,7 +400,7 @@ fn directory(
 
 /// The directory of a volume that this provisioner created, else `None`: the
 /// directory is later removed with its contents.
-fn made_here(dir: &Path, volume: &PersistentVolume) -> Option<PathBuf> {
+fn provisioned_path(dir: &Path, volume: &PersistentVolume) -> Option<PathBuf> {
     let name = volume.name_any();
     let plain = name
         .strip_prefix("pvc-")?
@@ -428,7 +432,7 @@ async fn on_disk(
     done.map_err(|error| kube::Error::Service(Box::new(error)))
 }
 
-async fn take(
+async fn execute(
     client: &Client,
     step: Step,
     directories: Option<&(PathBuf, String)>,
@@ -438,7 +442,7 @@ async fn take(
         patch["metadata"]["resourceVersion"] = json!(version);
         Patch::Merge(patch)
     };
-    let told = |status: Value| Patch::Merge(json!({"status": status}));
+    let status_patch = |status: Value| Patch::Merge(json!({"status": status}));
     let parameters = PatchParams::default();
     let of = |claim: &PersistentVolumeClaim| {
         Api::<PersistentVolumeClaim>::namespaced(
@@ -457,7 +461,7 @@ async fn take(
             .await
             .map(|_| ()),
         Step::ClaimStatus(claim, status) => of(&claim)
-            .patch_status(&claim.name_any(), &parameters, &told(status))
+            .patch_status(&claim.name_any(), &parameters, &status_patch(status))
             .await
             .map(|_| ()),
         Step::Volume(volume, patch) => volumes
@@ -469,11 +473,11 @@ async fn take(
             .await
             .map(|_| ()),
         Step::VolumeStatus(volume, status) => volumes
-            .patch_status(&volume.name_any(), &parameters, &told(status))
+            .patch_status(&volume.name_any(), &parameters, &status_patch(status))
             .await
             .map(|_| ()),
         Step::Provision(volume) => {
-            let Some(path) = directories.and_then(|(dir, _)| made_here(dir, &volume)) else {
+            let Some(path) = directories.and_then(|(dir, _)| provisioned_path(dir, &volume)) else {
                 return Ok(());
             };
             on_disk(move || make_directory(&path)).await?;
@@ -483,7 +487,7 @@ async fn take(
                 .map(|_| ())
         }
         Step::Remove(volume) => {
-            let Some(path) = directories.and_then(|(dir, _)| made_here(dir, &volume)) else {
+            let Some(path) = directories.and_then(|(dir, _)| provisioned_path(dir, &volume)) else {
                 return Ok(());
             };
             // Pods could write here and mount file systems; `remove_tree` leaves mounts in place.
@@ -494,11 +498,11 @@ async fn take(
                 .await
                 .map(|_| ())
         }
-        Step::Make(claim) => of(&claim)
+        Step::CreateClaim(claim) => of(&claim)
             .create(&PostParams::default(), &claim)
             .await
             .map(|_| ()),
-        Step::Drop(claim) => {
+        Step::DeleteClaim(claim) => {
             let same = Preconditions {
                 uid: claim.uid(),
                 resource_version: None,
@@ -509,7 +513,7 @@ async fn take(
                 .await
                 .map(|_| ())
         }
-        Step::Say(claim, reason, message) => {
+        Step::Event(claim, reason, message) => {
             super::event(
                 client,
                 &*claim,
@@ -533,30 +537,35 @@ pub(super) async fn run(client: Client, caches: Caches, directories: Option<(Pat
         caches.classes.changes(),
         caches.pods.changes(),
     ];
-    let mut said: BTreeMap<String, String> = BTreeMap::new();
+    let mut emitted: BTreeMap<String, String> = BTreeMap::new();
     loop {
         for receiver in &mut changes {
             receiver.mark_unchanged();
         }
-        let world = World {
+        let observed = Observed {
             claims: caches.claims.list(),
             volumes: caches.volumes.list(),
             classes: caches.classes.list(),
             pods: caches.pods.list(),
             directories: directories.clone(),
         };
-        said.retain(|uid, _| world.claims.iter().any(|c| c.uid().as_ref() == Some(uid)));
+        emitted.retain(|uid, _| {
+            observed
+                .claims
+                .iter()
+                .any(|c| c.uid().as_ref() == Some(uid))
+        });
         let mut unfinished = false;
-        for step in world.steps() {
-            if let Step::Say(claim, _, message) = &step
-                && said
+        for step in observed.steps() {
+            if let Step::Event(claim, _, message) = &step
+                && emitted
                     .insert(claim.uid().unwrap_or_default(), message.clone())
                     .as_ref()
                     == Some(message)
             {
                 continue;
             }
-            match take(&client, step.clone(), directories.as_ref()).await {
+            match execute(&client, step.clone(), directories.as_ref()).await {
                 // 404 and 409: the step was based on stale state; the next reconciliation decides again.
                 Err(error) if !matches!(code(&error), Some(404 | 409)) => {
                     tracing::warn!(error = %crate::kubeapi::client::chain(&error), ?step, "reconcile of a claim or volume failed, retrying");
@@ -593,15 +602,15 @@ mod tests {
         Arc::new(serde_json::from_value(volume).expect("a volume"))
     }
 
-    fn world(
+    fn observed(
         claims: Vec<Arc<PersistentVolumeClaim>>,
         volumes: Vec<Arc<PersistentVolume>>,
         provisioner: &str,
         mode: &str,
-    ) -> World {
+    ) -> Observed {
         let class = json!({"metadata": {"name": "fast"}, "provisioner": provisioner, "volumeBindingMode": mode, "reclaimPolicy": "Delete"});
         let classes = vec![Arc::new(serde_json::from_value(class).expect("a class"))];
-        World {
+        Observed {
             claims,
             volumes,
             classes,
@@ -610,8 +619,8 @@ mod tests {
         }
     }
 
-    fn kinds(world: &World) -> Vec<String> {
-        world
+    fn kinds(observed: &Observed) -> Vec<String> {
+        observed
             .steps()
             .iter()
             .map(|s| {
@@ -634,7 +643,7 @@ mod tests {
     fn a_claim_is_bound_in_steps_that_can_be_interrupted_anywhere() {
         let none = claims::NO_PROVISIONER;
         assert_eq!(
-            kinds(&world(
+            kinds(&observed(
                 vec![claim(json!({}))],
                 vec![volume(json!({}))],
                 none,
@@ -644,7 +653,7 @@ mod tests {
         );
         // The volume was patched, the claim was not.
         assert_eq!(
-            kinds(&world(
+            kinds(&observed(
                 vec![claim(json!({}))],
                 vec![volume(mine())],
                 none,
@@ -654,7 +663,7 @@ mod tests {
         );
         let chosen = json!({"spec": {"volumeName": "v"}, "metadata": {"annotations": {BIND_COMPLETED: "yes"}}});
         assert_eq!(
-            kinds(&world(
+            kinds(&observed(
                 vec![claim(chosen.clone())],
                 vec![volume(mine())],
                 none,
@@ -667,7 +676,7 @@ mod tests {
         let mut bound = mine();
         bound["status"] = json!({"phase": "Bound"});
         assert_eq!(
-            kinds(&world(
+            kinds(&observed(
                 vec![claim(done.clone())],
                 vec![volume(bound)],
                 none,
@@ -676,12 +685,12 @@ mod tests {
             Vec::<String>::new()
         );
         assert_eq!(
-            kinds(&world(vec![claim(done)], vec![], none, "Immediate")),
+            kinds(&observed(vec![claim(done)], vec![], none, "Immediate")),
             ["ClaimStatus"],
             "the claim becomes Lost when its volume was deleted"
         );
         let two = claim(json!({"metadata": {"name": "d", "uid": "0-2"}}));
-        let both = world(
+        let both = observed(
             vec![claim(json!({})), two],
             vec![volume(json!({}))],
             none,
@@ -689,16 +698,20 @@ mod tests {
         );
         assert_eq!(
             kinds(&both),
-            ["Volume", "Claim", "Say"],
+            ["Volume", "Claim", "Event"],
             "a volume is bound to only one claim"
         );
     }
 
     #[test]
     fn a_claim_waits_for_its_consumer_and_directories_are_provisioned_on_this_node() {
-        let waiting = |more: Value, mode: &str| world(vec![claim(more)], vec![], DIRECTORY, mode);
+        let waiting =
+            |more: Value, mode: &str| observed(vec![claim(more)], vec![], DIRECTORY, mode);
         assert_eq!(kinds(&waiting(json!({}), "Immediate")), ["Provision"]);
-        assert_eq!(kinds(&waiting(json!({}), "WaitForFirstConsumer")), ["Say"]);
+        assert_eq!(
+            kinds(&waiting(json!({}), "WaitForFirstConsumer")),
+            ["Event"]
+        );
         let at = |node: &str| json!({"metadata": {"annotations": {SELECTED_NODE: node}}});
         assert_eq!(
             kinds(&waiting(at("here"), "WaitForFirstConsumer")),
@@ -706,16 +719,16 @@ mod tests {
         );
         assert_eq!(
             kinds(&waiting(at("there"), "WaitForFirstConsumer")),
-            ["Say"]
+            ["Event"]
         );
     }
 
     #[test]
     fn released_volumes_are_deleted_only_if_this_process_provisioned_them() {
-        let gone = |more: Value| {
+        let steps_of_orphan = |more: Value| {
             let mut orphan = mine();
             json_patch::merge(&mut orphan, &more);
-            world(vec![], vec![volume(orphan)], DIRECTORY, "Immediate").steps()
+            observed(vec![], vec![volume(orphan)], DIRECTORY, "Immediate").steps()
         };
         let phase = |steps: &[Step]| match steps {
             [Step::VolumeStatus(_, status)] => {
@@ -727,15 +740,15 @@ mod tests {
                 .unwrap_or_default()
                 .to_owned(),
         };
-        assert_eq!(phase(&gone(json!({}))), "Released");
+        assert_eq!(phase(&steps_of_orphan(json!({}))), "Released");
         assert_eq!(
-            phase(&gone(
+            phase(&steps_of_orphan(
                 json!({"spec": {"persistentVolumeReclaimPolicy": "Delete"}})
             )),
             "Failed"
         );
         let ours = json!({"metadata": {"annotations": {PROVISIONED_BY: DIRECTORY}}, "spec": {"persistentVolumeReclaimPolicy": "Delete"}});
-        assert_eq!(phase(&gone(ours)), "[Remove");
+        assert_eq!(phase(&steps_of_orphan(ours)), "[Remove");
         for (name, path, fine) in [
             ("pvc-0-1", "/data/pvc-0-1", true),
             ("pvc-..", "/data/pvc-..", false),
@@ -745,7 +758,7 @@ mod tests {
             let volume =
                 volume(json!({"metadata": {"name": name}, "spec": {"hostPath": {"path": path}}}));
             assert_eq!(
-                made_here(Path::new("/data"), &volume).is_some(),
+                provisioned_path(Path::new("/data"), &volume).is_some(),
                 fine,
                 "{name} {path}"
             );
@@ -755,7 +768,7 @@ mod tests {
     #[test]
     fn claims_and_volumes_in_use_are_not_deleted() {
         let deleting = json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}});
-        let mut busy = world(vec![claim(deleting)], vec![], DIRECTORY, "Immediate");
+        let mut busy = observed(vec![claim(deleting)], vec![], DIRECTORY, "Immediate");
         assert_eq!(kinds(&busy), ["Claim"]);
         let pod = json!({"metadata": {"name": "p", "namespace": "n"}, "spec": {"containers": [], "volumes": [{"name": "a", "persistentVolumeClaim": {"claimName": "c"}}]}});
         busy.pods

@@ -20,9 +20,9 @@ use crate::kubeapi::client::{chain, code};
 pub type Sign = Arc<dyn Fn(&Asked, bool, i64) -> Result<String, String> + Send + Sync>;
 
 /// Maximum lifetime of a certificate, in seconds: one year.
-const LIFE: i64 = 365 * 24 * 3600;
+const MAX_LIFETIME_SECONDS: i64 = 365 * 24 * 3600;
 /// Retention of requests: denied, failed or issued ones, and all others.
-const KEPT: (SignedDuration, SignedDuration) = (
+const RETENTION: (SignedDuration, SignedDuration) = (
     SignedDuration::from_hours(1),
     SignedDuration::from_hours(24),
 );
@@ -48,7 +48,13 @@ fn decide(request: &CertificateSigningRequest, now: Timestamp) -> Step {
         .map_or(SignedDuration::ZERO, |t| now.duration_since(t.0));
     let (approved, over) = (has("Approved"), has("Denied") || has("Failed"));
     let issued = status.certificate.as_ref().is_some_and(|c| !c.0.is_empty());
-    if age > if over || issued { KEPT.0 } else { KEPT.1 } {
+    if age
+        > if over || issued {
+            RETENTION.0
+        } else {
+            RETENTION.1
+        }
+    {
         return Step::Remove;
     }
     if over || issued {
@@ -76,7 +82,9 @@ fn decide(request: &CertificateSigningRequest, now: Timestamp) -> Step {
             Step::Sign(
                 Box::new(asked),
                 spec.signer_name == signing::CLIENT,
-                seconds.unwrap_or(LIFE).min(LIFE),
+                seconds
+                    .unwrap_or(MAX_LIFETIME_SECONDS)
+                    .min(MAX_LIFETIME_SECONDS),
             )
         }
     }

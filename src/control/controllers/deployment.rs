@@ -146,7 +146,7 @@ async fn reconcile(
                 let template = rollout::bare_template(Some(&spec.template));
                 let created = create(&sets, deployment, highest + 1, &template).await?;
                 if let Some(created) = created {
-                    pending.wrote(&uid, &created);
+                    pending.record_write(&uid, &created);
                     new = Some(Arc::new(created));
                 }
             }
@@ -160,7 +160,7 @@ async fn reconcile(
                         &Patch::Merge(patch),
                     )
                     .await?;
-                pending.wrote(&uid, &patched);
+                pending.record_write(&uid, &patched);
                 new = Some(Arc::new(patched));
             }
             Some(_) => {}
@@ -172,7 +172,7 @@ async fn reconcile(
         let patched = sets
             .patch(&scale.name, &PatchParams::default(), &Patch::Merge(patch))
             .await?;
-        pending.wrote(&uid, &patched);
+        pending.record_write(&uid, &patched);
         let direction = if scale.to > scale.from { "up" } else { "down" };
         event(
             client,
@@ -243,7 +243,7 @@ async fn own(
             Some(owner) if owner == uid => {
                 let patch =
                     json!({"metadata": {"ownerReferences": [{"$patch": "delete", "uid": uid}]}});
-                pending.wrote(
+                pending.record_write(
                     &uid,
                     &api.patch(
                         &set.name_any(),
@@ -262,7 +262,7 @@ async fn own(
                         &Patch::Strategic(patch),
                     )
                     .await?;
-                pending.wrote(&uid, &adopted);
+                pending.record_write(&uid, &adopted);
                 owned.push(Arc::new(adopted));
             }
             _ => {}
@@ -402,7 +402,7 @@ async fn write_status(
     let written = api
         .patch_status(name, &PatchParams::default(), &Patch::Merge(patch))
         .await?;
-    pending.wrote(&deployment.uid().unwrap_or_default(), &written);
+    pending.record_write(&deployment.uid().unwrap_or_default(), &written);
     Ok(())
 }
 

@@ -21,7 +21,7 @@ use crate::kubeapi::client::code;
 
 /// The decision for one object.
 #[derive(Debug, PartialEq, Eq)]
-enum Fate {
+enum Decision {
     Stay,
     /// All owners were deleted.
     Delete,
@@ -35,30 +35,30 @@ enum Fate {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Owner {
     Alive,
-    Gone,
+    Deleted,
     WaitsForDependents,
     Orphans,
 }
 
-fn fate(owners: &[OwnerReference], look: impl Fn(&OwnerReference) -> Owner) -> Fate {
+fn decide(owners: &[OwnerReference], state_of: impl Fn(&OwnerReference) -> Owner) -> Decision {
     if owners.is_empty() {
-        return Fate::Stay;
+        return Decision::Stay;
     }
-    let seen: Vec<(Owner, &OwnerReference)> = owners.iter().map(|o| (look(o), o)).collect();
-    if let Some((_, owner)) = seen.iter().find(|(s, _)| *s == Owner::Orphans) {
-        return Fate::Release(owner.uid.clone());
+    let states: Vec<(Owner, &OwnerReference)> = owners.iter().map(|o| (state_of(o), o)).collect();
+    if let Some((_, owner)) = states.iter().find(|(s, _)| *s == Owner::Orphans) {
+        return Decision::Release(owner.uid.clone());
     }
-    if seen.iter().all(|(s, _)| *s == Owner::Gone) {
-        return Fate::Delete;
+    if states.iter().all(|(s, _)| *s == Owner::Deleted) {
+        return Decision::Delete;
     }
-    if seen.iter().any(|(s, _)| *s == Owner::WaitsForDependents)
-        && seen.iter().all(|(s, _)| *s != Owner::Alive)
+    if states.iter().any(|(s, _)| *s == Owner::WaitsForDependents)
+        && states.iter().all(|(s, _)| *s != Owner::Alive)
     {
-        return Fate::DeleteForeground;
+        return Decision::DeleteForeground;
     }
-    match seen.iter().find(|(s, _)| *s == Owner::Gone) {
-        Some((_, dangling)) => Fate::Release(dangling.uid.clone()),
-        None => Fate::Stay,
+    match states.iter().find(|(s, _)| *s == Owner::Deleted) {
+        Some((_, dangling)) => Decision::Release(dangling.uid.clone()),
+        None => Decision::Stay,
     }
 }
 
@@ -79,19 +79,19 @@ pub(super) async fn run(client: Client, caches: Caches) {
             receiver.mark_unchanged();
         }
         for set in caches.replica_sets.list() {
-            if let Some(fate) = judge(&caches, &set.metadata) {
-                act::<ReplicaSet>(&client, &set.metadata, fate).await;
+            if let Some(decision) = decision_for(&caches, &set.metadata) {
+                act::<ReplicaSet>(&client, &set.metadata, decision).await;
             }
         }
         for job in caches.jobs.list() {
-            if let Some(fate) = judge(&caches, &job.metadata) {
-                act::<Job>(&client, &job.metadata, fate).await;
+            if let Some(decision) = decision_for(&caches, &job.metadata) {
+                act::<Job>(&client, &job.metadata, decision).await;
             }
         }
         let pods = caches.pods.list();
         let work = pods.iter().filter_map(|pod| {
-            let fate = judge(&caches, &pod.metadata)?;
-            Some(act::<Pod>(&client, &pod.metadata, fate))
+            let decision = decision_for(&caches, &pod.metadata)?;
+            Some(act::<Pod>(&client, &pod.metadata, decision))
         });
         futures::future::join_all(work).await;
         for deployment in caches.deployments.list() {
@@ -141,8 +141,8 @@ where
 {
     let found = cache.get(namespace, &owner.name);
     match found.as_ref().map(|found| found.meta()) {
-        Some(meta) if meta.uid.as_deref() != Some(&owner.uid) => Owner::Gone,
-        None => Owner::Gone,
+        Some(meta) if meta.uid.as_deref() != Some(&owner.uid) => Owner::Deleted,
+        None => Owner::Deleted,
         Some(meta) if has_finalizer(meta, "orphan") => Owner::Orphans,
         Some(meta) if has_finalizer(meta, "foregroundDeletion") => Owner::WaitsForDependents,
         Some(_) => Owner::Alive,
@@ -150,9 +150,9 @@ where
 }
 
 /// The decision for an object; `None` if it stays.
-fn judge(caches: &Caches, meta: &ObjectMeta) -> Option<Fate> {
+fn decision_for(caches: &Caches, meta: &ObjectMeta) -> Option<Decision> {
     let namespace = meta.namespace.as_deref().unwrap_or_default();
-    let look = |owner: &OwnerReference| match owner.kind.as_str() {
+    let state_of = |owner: &OwnerReference| match owner.kind.as_str() {
         "Deployment" => state(&caches.deployments, namespace, owner),
         "ReplicaSet" => state(&caches.replica_sets, namespace, owner),
         "Job" => state(&caches.jobs, namespace, owner),
@@ -160,11 +160,11 @@ fn judge(caches: &Caches, meta: &ObjectMeta) -> Option<Fate> {
         // Owners of other kinds, such as the Node of a mirror pod, are not tracked here.
         _ => Owner::Alive,
     };
-    let decided = fate(meta.owner_references.as_deref()?, look);
-    (decided != Fate::Stay).then_some(decided)
+    let decision = decide(meta.owner_references.as_deref()?, state_of);
+    (decision != Decision::Stay).then_some(decision)
 }
 
-async fn act<K>(client: &Client, meta: &ObjectMeta, decided: Fate)
+async fn act<K>(client: &Client, meta: &ObjectMeta, decision: Decision)
 where
     K: Resource<Scope = k8s_openapi::NamespaceResourceScope> + DeserializeOwned,
     K::DynamicType: Default,
@@ -172,19 +172,19 @@ where
     let namespace = meta.namespace.as_deref().unwrap_or_default();
     let api: Api<K> = Api::namespaced(client.clone(), namespace);
     let name = meta.name.as_deref().unwrap_or_default();
-    let result = match decided {
-        Fate::Release(uid) => {
+    let result = match decision {
+        Decision::Release(uid) => {
             let patch = json!({"metadata": {"uid": meta.uid, "ownerReferences": [{"$patch": "delete", "uid": uid}]}});
             api.patch(name, &PatchParams::default(), &Patch::Strategic(patch))
                 .await
                 .map(|_| ())
         }
-        Fate::Delete | Fate::DeleteForeground if meta.deletion_timestamp.is_none() => {
+        Decision::Delete | Decision::DeleteForeground if meta.deletion_timestamp.is_none() => {
             // The cache may be stale: an owner missing there may have been created recently.
-            if decided == Fate::Delete && !truly_gone(client, namespace, meta).await {
+            if decision == Decision::Delete && !owners_deleted(client, namespace, meta).await {
                 return;
             }
-            let mut parameters = if decided == Fate::Delete {
+            let mut parameters = if decision == Decision::Delete {
                 DeleteParams::background()
             } else {
                 DeleteParams::foreground()
@@ -220,7 +220,7 @@ where
 }
 
 /// Checks with the API that every owner was deleted.
-async fn truly_gone(client: &Client, namespace: &str, meta: &ObjectMeta) -> bool {
+async fn owners_deleted(client: &Client, namespace: &str, meta: &ObjectMeta) -> bool {
     for owner in meta.owner_references.iter().flatten() {
         let found = match owner.kind.as_str() {
             "Deployment" => uid_of::<Deployment>(client, namespace, &owner.name).await,
@@ -293,24 +293,24 @@ mod tests {
             uid: uid.into(),
             ..OwnerReference::default()
         };
-        let look = |o: &OwnerReference| match o.uid.as_str() {
+        let state_of = |o: &OwnerReference| match o.uid.as_str() {
             "alive" => Owner::Alive,
             "waits" => Owner::WaitsForDependents,
             "orphans" => Owner::Orphans,
-            _ => Owner::Gone,
+            _ => Owner::Deleted,
         };
         let cases = [
-            (vec![], Fate::Stay),
-            (vec!["gone"], Fate::Delete),
-            (vec!["alive"], Fate::Stay),
-            (vec!["alive", "gone"], Fate::Release("gone".into())),
-            (vec!["waits"], Fate::DeleteForeground),
-            (vec!["waits", "alive"], Fate::Stay),
-            (vec!["orphans"], Fate::Release("orphans".into())),
+            (vec![], Decision::Stay),
+            (vec!["gone"], Decision::Delete),
+            (vec!["alive"], Decision::Stay),
+            (vec!["alive", "gone"], Decision::Release("gone".into())),
+            (vec!["waits"], Decision::DeleteForeground),
+            (vec!["waits", "alive"], Decision::Stay),
+            (vec!["orphans"], Decision::Release("orphans".into())),
         ];
         for (owners, expected) in cases {
             let owners: Vec<_> = owners.into_iter().map(owner).collect();
-            assert_eq!(fate(&owners, look), expected, "{owners:?}");
+            assert_eq!(decide(&owners, state_of), expected, "{owners:?}");
         }
     }
 }

@@ -160,9 +160,9 @@ pub async fn run(
 
 /// Writes of a controller that are not visible in its cache yet. Acting before they are would repeat them.
 #[derive(Default)]
-struct Pending(Mutex<HashMap<String, Vec<Wrote>>>);
+struct Pending(Mutex<HashMap<String, Vec<PendingWrite>>>);
 
-struct Wrote {
+struct PendingWrite {
     key: Key,
     revision: u64,
     /// A deletion is also visible when the object no longer exists.
@@ -172,24 +172,24 @@ struct Wrote {
 
 impl Pending {
     /// Records that `object` was written for `owner`.
-    fn wrote<K: Resource>(&self, owner: &str, object: &K) {
-        self.note(owner, object, false);
+    fn record_write<K: Resource>(&self, owner: &str, object: &K) {
+        self.record(owner, object, false);
     }
 
     /// Records that `object` was deleted for `owner`.
-    fn deleted<K: Resource>(&self, owner: &str, object: &K) {
-        self.note(owner, object, true);
+    fn record_deletion<K: Resource>(&self, owner: &str, object: &K) {
+        self.record(owner, object, true);
     }
 
-    fn note<K: Resource>(&self, owner: &str, object: &K, deletion: bool) {
+    fn record<K: Resource>(&self, owner: &str, object: &K, deletion: bool) {
         let mut map = lock(&self.0);
-        let wrote = Wrote {
+        let write = PendingWrite {
             key: key(object),
             revision: revision(object),
             deletion,
             until: Instant::now() + ECHO_TIMEOUT,
         };
-        map.entry(owner.to_owned()).or_default().push(wrote);
+        map.entry(owner.to_owned()).or_default().push(write);
     }
 
     /// The uids of those `owners` whose writes are all visible or have timed out. Callers list the caches after this
@@ -197,21 +197,21 @@ impl Pending {
     fn all_settled<K: Resource>(
         &self,
         owners: &[Arc<K>],
-        seen: impl Fn(&Key) -> Option<u64>,
+        revision_of: impl Fn(&Key) -> Option<u64>,
     ) -> HashSet<String> {
         let uids = owners.iter().filter_map(|owner| owner.meta().uid.clone());
-        uids.filter(|uid| self.settled(uid, &seen)).collect()
+        uids.filter(|uid| self.settled(uid, &revision_of)).collect()
     }
 
     /// Whether all writes for `owner` are visible or have timed out.
-    fn settled(&self, owner: &str, seen: impl Fn(&Key) -> Option<u64>) -> bool {
+    fn settled(&self, owner: &str, revision_of: impl Fn(&Key) -> Option<u64>) -> bool {
         let mut map = lock(&self.0);
         let Some(list) = map.get_mut(owner) else {
             return true;
         };
-        list.retain(|wrote| {
-            seen(&wrote.key).map_or(!wrote.deletion, |r| r < wrote.revision)
-                && Instant::now() < wrote.until
+        list.retain(|write| {
+            revision_of(&write.key).map_or(!write.deletion, |r| r < write.revision)
+                && Instant::now() < write.until
         });
         let settled = list.is_empty();
         if settled {

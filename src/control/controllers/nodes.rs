@@ -24,11 +24,11 @@ use crate::kubeapi::Cache;
 use crate::kubeapi::client::code;
 
 /// Maximum time without heartbeats (kube-controller-manager's `--node-monitor-grace-period`).
-const GRACE: Duration = Duration::from_secs(50);
+const HEARTBEAT_GRACE: Duration = Duration::from_secs(50);
 /// How long a node must be missing before its pods are deleted: it may be registering again.
-const GONE: Duration = Duration::from_secs(40);
+const MISSING_GRACE: Duration = Duration::from_secs(40);
 /// Maximum time between reconciliations without changes.
-const PERIOD: Duration = Duration::from_secs(5);
+const MAX_WAIT: Duration = Duration::from_secs(5);
 
 const NOT_READY: &str = "node.kubernetes.io/not-ready";
 const UNREACHABLE: &str = "node.kubernetes.io/unreachable";
@@ -53,12 +53,12 @@ fn condition<'a>(node: &'a Node, kind: &str) -> Option<&'a NodeCondition> {
     conditions.iter().find(|c| c.type_ == kind)
 }
 
-fn ready(node: &Node) -> Option<&NodeCondition> {
+fn ready_condition(node: &Node) -> Option<&NodeCondition> {
     condition(node, "Ready")
 }
 
 fn health(node: &Node, overdue: bool) -> Health {
-    match ready(node).map(|c| c.status.as_str()) {
+    match ready_condition(node).map(|c| c.status.as_str()) {
         _ if overdue => Health::Unreachable,
         Some("True") => Health::Ready,
         Some("Unknown") => Health::Unreachable,
@@ -67,7 +67,7 @@ fn health(node: &Node, overdue: bool) -> Health {
 }
 
 /// The taints that a node should have; `None` if they are up to date. Taints of others are kept. Without `evict`, no
-/// NoExecute taint is set for the node's health: see [`evicts`].
+/// NoExecute taint is set for the node's health: see [`can_evict`].
 fn taints(node: &Node, health: Health, evict: bool, now: Timestamp) -> Option<Vec<Taint>> {
     let spec = node.spec.clone().unwrap_or_default();
     let old = spec.taints.unwrap_or_default();
@@ -116,12 +116,12 @@ fn taints(node: &Node, health: Health, evict: bool, now: Timestamp) -> Option<Ve
 /// Whether pods are evicted because of their node's health. They are not if no node is ready. Then probably the control
 /// plane lost its connection, or the only node is being upgraded, and pods could not run elsewhere. Upstream calls this
 /// full disruption (`pkg/controller/nodelifecycle/node_lifecycle_controller.go`).
-fn evicts(health: &[Health]) -> bool {
+fn can_evict(health: &[Health]) -> bool {
     health.contains(&Health::Ready)
 }
 
 /// A patch that sets the conditions of a node without heartbeats to Unknown; `None` if they already are.
-fn unknown(node: &Node, now: Timestamp) -> Option<Value> {
+fn unknown_conditions(node: &Node, now: Timestamp) -> Option<Value> {
     let known = node
         .status
         .as_ref()
@@ -143,7 +143,11 @@ fn unknown(node: &Node, now: Timestamp) -> Option<Value> {
 }
 
 /// When a pod must be deleted because of its node's taints; `None` if it tolerates all of them indefinitely.
-fn ends(tolerations: &[Toleration], taints: &[Taint], now: Timestamp) -> Option<Timestamp> {
+fn eviction_time(
+    tolerations: &[Toleration],
+    taints: &[Taint],
+    now: Timestamp,
+) -> Option<Timestamp> {
     let of = |taint: &Taint| {
         let since = taint.time_added.as_ref().map_or(now, |t| t.0);
         let fitting: Vec<&Toleration> = tolerations
@@ -168,20 +172,20 @@ fn ends(tolerations: &[Toleration], taints: &[Taint], now: Timestamp) -> Option<
 #[derive(Default)]
 struct Heartbeats {
     nodes: HashMap<String, (String, Instant)>,
-    looked: Option<Instant>,
+    observed_at: Option<Instant>,
 }
 
 impl Heartbeats {
     /// Begins an observation and removes deleted nodes. Time in which this process was suspended or blocked is not
     /// counted against nodes, because their heartbeats of that time are not read yet.
-    fn look(&mut self, now: Instant, nodes: &[Arc<Node>]) {
+    fn begin_observation(&mut self, now: Instant, nodes: &[Arc<Node>]) {
         let there: HashSet<&String> = nodes
             .iter()
             .filter_map(|n| n.metadata.name.as_ref())
             .collect();
         self.nodes.retain(|name, _| there.contains(name));
-        let since = self.looked.replace(now).unwrap_or(now);
-        let missed = now.duration_since(since).saturating_sub(2 * PERIOD);
+        let since = self.observed_at.replace(now).unwrap_or(now);
+        let missed = now.duration_since(since).saturating_sub(2 * MAX_WAIT);
         for (_, seen) in self.nodes.values_mut() {
             *seen += missed;
         }
@@ -189,9 +193,9 @@ impl Heartbeats {
 
     /// Whether a node has sent no heartbeat for too long. A heartbeat is any change of
     /// its timestamps; clocks are not compared.
-    fn overdue(&mut self, node: &Node, lease: Option<&Lease>, now: Instant) -> bool {
+    fn is_overdue(&mut self, node: &Node, lease: Option<&Lease>, now: Instant) -> bool {
         let renewed = lease.and_then(|l| l.spec.as_ref()?.renew_time.as_ref());
-        let beat = ready(node).and_then(|c| c.last_heartbeat_time.as_ref());
+        let beat = ready_condition(node).and_then(|c| c.last_heartbeat_time.as_ref());
         let last = format!("{renewed:?} {beat:?}");
         let entry = self
             .nodes
@@ -200,11 +204,11 @@ impl Heartbeats {
         if entry.0 != last {
             *entry = (last, now);
         }
-        now.duration_since(entry.1) > GRACE
+        now.duration_since(entry.1) > HEARTBEAT_GRACE
     }
 }
 
-fn done(result: Result<(), kube::Error>, what: &str, name: &str) {
+fn log_failure(result: Result<(), kube::Error>, what: &str, name: &str) {
     if let Err(error) = result
         && !matches!(code(&error), Some(404 | 409))
     {
@@ -213,7 +217,7 @@ fn done(result: Result<(), kube::Error>, what: &str, name: &str) {
 }
 
 /// Reconciles a node's conditions and taints, and evicts its pods.
-async fn tend(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict: bool) {
+async fn reconcile_node(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict: bool) {
     let (api, name, now) = (
         Api::<Node>::all(client.clone()),
         node.name_any(),
@@ -221,7 +225,7 @@ async fn tend(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict
     );
     let parameters = PatchParams::default();
     if health == Health::Unreachable
-        && let Some(patch) = unknown(node, now)
+        && let Some(patch) = unknown_conditions(node, now)
     {
         tracing::warn!(
             node = name,
@@ -230,17 +234,17 @@ async fn tend(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict
         let result = api
             .patch_status(&name, &parameters, &Patch::Strategic(patch))
             .await;
-        done(result.map(|_| ()), "writing a node's conditions", &name);
+        log_failure(result.map(|_| ()), "writing a node's conditions", &name);
     }
     if health == Health::Unreachable {
         for pod in pods {
-            unready(client, pod, now).await;
+            set_not_ready(client, pod, now).await;
         }
     }
     if let Some(taints) = taints(node, health, evict, now) {
         let patch = json!({"metadata": {"resourceVersion": node.metadata.resource_version}, "spec": {"taints": taints}});
         let result = api.patch(&name, &parameters, &Patch::Merge(patch)).await;
-        done(result.map(|_| ()), "tainting a node", &name);
+        log_failure(result.map(|_| ()), "tainting a node", &name);
         // The next reconciliation evicts pods, based on the stored taints.
         return;
     }
@@ -253,7 +257,8 @@ async fn tend(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict
         let mirror = pod
             .annotations()
             .contains_key("kubernetes.io/config.mirror");
-        let over = ends(tolerations, taints.unwrap_or_default(), now).is_some_and(|at| at <= now);
+        let over =
+            eviction_time(tolerations, taints.unwrap_or_default(), now).is_some_and(|at| at <= now);
         if over && !mirror && pod.metadata.deletion_timestamp.is_none() {
             delete(client, pod, &DeleteParams::default()).await;
         }
@@ -261,7 +266,7 @@ async fn tend(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict
 }
 
 /// Sets a pod to not ready, because its state is unknown.
-async fn unready(client: &Client, pod: &Pod, now: Timestamp) {
+async fn set_not_ready(client: &Client, pod: &Pod, now: Timestamp) {
     let conditions = pod.status.as_ref().and_then(|s| s.conditions.as_deref());
     if !conditions
         .unwrap_or_default()
@@ -276,7 +281,7 @@ async fn unready(client: &Client, pod: &Pod, now: Timestamp) {
     let result = api
         .patch_status(&name, &PatchParams::default(), &Patch::Strategic(patch))
         .await;
-    done(
+    log_failure(
         result.map(|_| ()),
         "setting a pod's Ready condition to False",
         &name,
@@ -297,7 +302,7 @@ async fn delete(client: &Client, pod: &Pod, how: &DeleteParams) {
         pod = name,
         "deleting a pod whose node has a NoExecute taint or was deleted"
     );
-    done(
+    log_failure(
         api.delete(&name, &how).await.map(|_| ()),
         "deleting a pod",
         &name,
@@ -311,7 +316,11 @@ fn node_of(pod: &Pod) -> Option<&str> {
 }
 
 /// Force-deletes the pods of nodes that have been missing for a while, because no agent can stop them.
-async fn collect(client: &Client, caches: &Caches, gone: &mut HashMap<String, Instant>) {
+async fn delete_orphaned_pods(
+    client: &Client,
+    caches: &Caches,
+    missing_since: &mut HashMap<String, Instant>,
+) {
     let pods = caches.pods.list();
     let named: BTreeSet<&str> = pods.iter().filter_map(|p| node_of(p)).collect();
     let missing: BTreeSet<String> = named
@@ -319,10 +328,12 @@ async fn collect(client: &Client, caches: &Caches, gone: &mut HashMap<String, In
         .filter(|n| caches.nodes.get("", n).is_none())
         .map(Into::into)
         .collect();
-    gone.retain(|node, _| missing.contains(node));
+    missing_since.retain(|node, _| missing.contains(node));
     for node in missing {
-        let since = *gone.entry(node.clone()).or_insert_with(Instant::now);
-        if since.elapsed() < GONE {
+        let since = *missing_since
+            .entry(node.clone())
+            .or_insert_with(Instant::now);
+        if since.elapsed() < MISSING_GRACE {
             continue;
         }
         // The cache may be stale, so the API is read.
@@ -345,21 +356,21 @@ pub(super) async fn run(client: Client, caches: Caches) {
         watcher::Config::default().streaming_lists(),
     );
     leases.synced().await;
-    let (mut heartbeats, mut gone) = (Heartbeats::default(), HashMap::new());
+    let (mut heartbeats, mut missing_since) = (Heartbeats::default(), HashMap::new());
     let mut changes = [caches.nodes.changes()];
     loop {
         changes[0].mark_unchanged();
         let (nodes, pods) = (caches.nodes.list(), caches.pods.list());
         let now = Instant::now();
-        heartbeats.look(now, &nodes);
+        heartbeats.begin_observation(now, &nodes);
         let states: Vec<Health> = nodes
             .iter()
             .map(|node| {
                 let lease = leases.get("kube-node-lease", &node.name_any());
-                health(node, heartbeats.overdue(node, lease.as_deref(), now))
+                health(node, heartbeats.is_overdue(node, lease.as_deref(), now))
             })
             .collect();
-        let evict = evicts(&states);
+        let evict = can_evict(&states);
         let mut of_node: HashMap<&str, Vec<&Pod>> = HashMap::new();
         for pod in &pods {
             if let Some(node) = node_of(pod) {
@@ -368,10 +379,10 @@ pub(super) async fn run(client: Client, caches: Caches) {
         }
         for (node, health) in nodes.iter().zip(states) {
             let own = of_node.remove(node.name_any().as_str()).unwrap_or_default();
-            tend(&client, node, &own, health, evict).await;
+            reconcile_node(&client, node, &own, health, evict).await;
         }
-        collect(&client, &caches, &mut gone).await;
-        any_change(&mut changes, PERIOD).await;
+        delete_orphaned_pods(&client, &caches, &mut missing_since).await;
+        any_change(&mut changes, MAX_WAIT).await;
     }
 }
 
@@ -472,8 +483,10 @@ mod tests {
     #[test]
     fn no_pod_is_evicted_while_no_node_is_ready() {
         use Health::{NotReady, Ready, Unreachable};
-        assert!(!evicts(&[]) && !evicts(&[Unreachable]) && !evicts(&[Unreachable, NotReady]));
-        assert!(evicts(&[Unreachable, Ready]));
+        assert!(
+            !can_evict(&[]) && !can_evict(&[Unreachable]) && !can_evict(&[Unreachable, NotReady])
+        );
+        assert!(can_evict(&[Unreachable, Ready]));
         let tainted = json!({"taints": [{"key": UNREACHABLE, "effect": "NoSchedule"}, {"key": UNREACHABLE, "effect": "NoExecute"}]});
         let kept = taints(&node("Unknown", tainted), Unreachable, false, at(0)).expect("a change");
         assert_eq!(kept.len(), 1);
@@ -483,7 +496,7 @@ mod tests {
     #[test]
     fn a_node_without_heartbeats_is_set_to_unknown_only_once() {
         let fresh = node("True", json!({}));
-        let patch = unknown(&fresh, at(0)).expect("a change");
+        let patch = unknown_conditions(&fresh, at(0)).expect("a change");
         assert_eq!(
             patch["status"]["conditions"].as_array().map(Vec::len),
             Some(4)
@@ -495,7 +508,7 @@ mod tests {
         let mut merged = serde_json::to_value(&fresh).expect("JSON");
         json_patch::merge(&mut merged, &patch);
         assert_eq!(
-            unknown(&serde_json::from_value(merged).expect("a node"), at(0)),
+            unknown_conditions(&serde_json::from_value(merged).expect("a node"), at(0)),
             None
         );
     }
@@ -511,16 +524,16 @@ mod tests {
         let (mut heartbeats, node) = (Heartbeats::default(), node("True", json!({})));
         let start = Instant::now();
         let after = |seconds| start + Duration::from_secs(seconds);
-        assert!(!heartbeats.overdue(&node, Some(&lease(0)), start));
-        assert!(!heartbeats.overdue(&node, Some(&lease(0)), after(40)));
+        assert!(!heartbeats.is_overdue(&node, Some(&lease(0)), start));
+        assert!(!heartbeats.is_overdue(&node, Some(&lease(0)), after(40)));
         assert!(
-            !heartbeats.overdue(&node, Some(&lease(1)), after(49)),
+            !heartbeats.is_overdue(&node, Some(&lease(1)), after(49)),
             "the lease was renewed"
         );
-        assert!(!heartbeats.overdue(&node, Some(&lease(1)), after(98)));
-        assert!(heartbeats.overdue(&node, Some(&lease(1)), after(101)));
+        assert!(!heartbeats.is_overdue(&node, Some(&lease(1)), after(98)));
+        assert!(heartbeats.is_overdue(&node, Some(&lease(1)), after(101)));
         assert!(
-            !heartbeats.overdue(&node, Some(&lease(2)), after(200)),
+            !heartbeats.is_overdue(&node, Some(&lease(2)), after(200)),
             "the node sends heartbeats again"
         );
     }
@@ -532,8 +545,8 @@ mod tests {
         let start = Instant::now();
         let mut overdue_at = |seconds: u64| {
             let now = start + Duration::from_secs(seconds);
-            heartbeats.look(now, &nodes);
-            heartbeats.overdue(&node, None, now)
+            heartbeats.begin_observation(now, &nodes);
+            heartbeats.is_overdue(&node, None, now)
         };
         assert!(!overdue_at(0) && !overdue_at(5) && !overdue_at(10));
         assert!(
@@ -559,7 +572,7 @@ mod tests {
         let of = |tolerations: Value, effect: &str| {
             let tolerations: Vec<Toleration> =
                 serde_json::from_value(tolerations).expect("tolerations");
-            ends(&tolerations, &[taint(effect)], at(1000))
+            eviction_time(&tolerations, &[taint(effect)], at(1000))
         };
         let exists = |seconds: Value| json!({"key": UNREACHABLE, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds});
         assert_eq!(of(json!([]), "NoExecute"), Some(at(1000)));

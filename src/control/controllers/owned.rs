@@ -41,7 +41,7 @@ pub(super) async fn create<K: Resource<DynamicType = ()>>(
     let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
     let uid = owner.uid().unwrap_or_default();
     let (kind, version) = (K::kind(&()), K::api_version(&()));
-    let tell = |reason: &'static str, message: String| {
+    let emit = |reason: &'static str, message: String| {
         event(client, owner, &kind, &version, component, reason, message)
     };
     let (mut left, mut batch) = (pods, 1);
@@ -53,9 +53,9 @@ pub(super) async fn create<K: Resource<DynamicType = ()>>(
         for result in futures::future::join_all(created).await {
             match result {
                 Ok(pod) => {
-                    pending.wrote(&uid, &pod);
+                    pending.record_write(&uid, &pod);
                     let message = format!("Created pod: {}", pod.name_any());
-                    tell("SuccessfulCreate", message).await;
+                    emit("SuccessfulCreate", message).await;
                 }
                 Err(error) => {
                     failed += 1;
@@ -64,7 +64,7 @@ pub(super) async fn create<K: Resource<DynamicType = ()>>(
             }
         }
         if let Some(error) = failure {
-            tell("FailedCreate", format!("Error creating: {error}")).await;
+            emit("FailedCreate", format!("Error creating: {error}")).await;
             return (failed + later.len(), Some(error));
         }
         (left, batch) = (later, batch * 2);
@@ -102,7 +102,7 @@ impl Failures {
     }
 
     /// Records the result of a reconciliation. Returns the back-off if it failed.
-    pub(super) fn note<K: Resource>(
+    pub(super) fn record_result<K: Resource>(
         &self,
         object: &K,
         failed: bool,
@@ -181,12 +181,12 @@ mod tests {
             object.metadata.generation = Some(1);
             assert_eq!(failures.pause(&object, at), None);
             for pause in expected.map(Duration::from_secs) {
-                assert_eq!(failures.note(&object, true, at), Some(pause));
+                assert_eq!(failures.record_result(&object, true, at), Some(pause));
                 assert_eq!(failures.pause(&object, at), Some(pause));
                 at += pause;
                 assert_eq!(failures.pause(&object, at), None);
             }
-            failures.note(&object, true, at);
+            failures.record_result(&object, true, at);
             object.metadata.generation = Some(2);
             assert_eq!(
                 failures.pause(&object, at),
@@ -194,10 +194,10 @@ mod tests {
                 "a changed object is retried immediately"
             );
             let first = Some(Duration::from_secs(1));
-            assert_eq!(failures.note(&object, true, at), first);
-            assert_eq!(failures.note(&object, false, at), None);
+            assert_eq!(failures.record_result(&object, true, at), first);
+            assert_eq!(failures.record_result(&object, false, at), None);
             assert_eq!(failures.pause(&object, at), None);
-            assert_eq!(failures.note(&object, true, at), first);
+            assert_eq!(failures.record_result(&object, true, at), first);
             failures.keep::<Job>(&[]);
             assert!(lock(&failures.all).is_empty());
         }

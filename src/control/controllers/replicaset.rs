@@ -23,7 +23,7 @@ use crate::kubeapi::Api;
 use crate::kubeapi::cache::{Key, key, revision};
 
 /// Maximum number of pods created or deleted in one reconciliation.
-const BURST: usize = 500;
+const MAX_PODS_AT_ONCE: usize = 500;
 const COMPONENT: &str = "replicaset-controller";
 
 /// Initial and maximum back-off after a failed creation.
@@ -130,12 +130,12 @@ fn plan(set: &ReplicaSet, pods: &[Arc<Pod>], now: jiff::Timestamp) -> Plan {
     let wanted = usize::try_from(spec.replicas.unwrap_or(1)).unwrap_or(0);
     if !deleting {
         let have = active.len() + plan.adopt.len();
-        plan.create = wanted.saturating_sub(have).min(BURST);
+        plan.create = wanted.saturating_sub(have).min(MAX_PODS_AT_ONCE);
         let mut ranked = active.clone();
         ranked.sort_by_cached_key(|p| deletion_rank(p, now));
         plan.delete = ranked
             .iter()
-            .take(have.saturating_sub(wanted).min(BURST))
+            .take(have.saturating_sub(wanted).min(MAX_PODS_AT_ONCE))
             .map(|p| p.name_any())
             .collect();
     }
@@ -215,7 +215,7 @@ async fn reconcile(
     let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
     for pod in &plan.adopt {
         let patch = json!({"metadata": {"ownerReferences": [owner(set)]}});
-        note(
+        record_patch(
             api.patch(pod, &PatchParams::default(), &Patch::Strategic(patch))
                 .await,
             &uid,
@@ -225,7 +225,7 @@ async fn reconcile(
     }
     for pod in &plan.release {
         let patch = json!({"metadata": {"ownerReferences": [{"$patch": "delete", "uid": uid}]}});
-        note(
+        record_patch(
             api.patch(pod, &PatchParams::default(), &Patch::Strategic(patch))
                 .await,
             &uid,
@@ -236,7 +236,7 @@ async fn reconcile(
     if plan.create > 0 && failures.pause(set, Instant::now()).is_none() {
         let pods = vec![new_pod(set); plan.create];
         let (_, failure) = create(client, (set, COMPONENT), &pods, pending).await;
-        failures.note(set, failure.is_some(), Instant::now());
+        failures.record_result(set, failure.is_some(), Instant::now());
     }
     let deletions = plan.delete.iter().map(|pod| {
         let api = &api;
@@ -246,7 +246,7 @@ async fn reconcile(
         match result {
             Ok(marked) => {
                 if let Some(marked) = marked {
-                    pending.deleted(&uid, &marked);
+                    pending.record_deletion(&uid, &marked);
                 }
                 event(
                     client,
@@ -285,9 +285,9 @@ async fn reconcile(
     }
 }
 
-fn note(result: Result<Pod, kube::Error>, owner: &str, pending: &Pending, what: &str) {
+fn record_patch(result: Result<Pod, kube::Error>, owner: &str, pending: &Pending, what: &str) {
     match result {
-        Ok(pod) => pending.wrote(owner, &pod),
+        Ok(pod) => pending.record_write(owner, &pod),
         Err(error) => tracing::debug!(%error, "{what} failed"),
     }
 }

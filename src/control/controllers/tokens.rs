@@ -38,7 +38,7 @@ fn is_of(secret: &Secret, account: &ServiceAccount) -> bool {
 }
 
 /// The missing or outdated data of a Secret, base64-encoded by key. The token is signed only if it is missing.
-fn lacking(
+fn missing_data(
     secret: &Secret,
     ca: &str,
     sign: impl FnOnce() -> Result<String, String>,
@@ -95,7 +95,7 @@ async fn reconcile(
         account: &account.name_any(),
         uid: &uid,
     };
-    let data = match lacking(secret, ca, || sign(&subject, &name)) {
+    let data = match missing_data(secret, ca, || sign(&subject, &name)) {
         Ok(data) => data,
         Err(error) => {
             tracing::error!(
@@ -168,7 +168,7 @@ mod tests {
     #[test]
     fn a_token_secret_gets_only_its_missing_fields() {
         let of = |data: Value| {
-            lacking(&secret(json!({}), data), "CA", || Ok("TOKEN".into())).expect("signed")
+            missing_data(&secret(json!({}), data), "CA", || Ok("TOKEN".into())).expect("signed")
         };
         let (ca, namespace, token) = ("Q0E=", "bg==", "VE9LRU4=");
         assert_eq!(
@@ -184,7 +184,7 @@ mod tests {
             of(json!({"ca.crt": ca, "namespace": "b3RoZXI=", "token": "b3RoZXI="})),
             json!({})
         );
-        let failed = lacking(&secret(json!({}), json!({})), "CA", || Err("why".into()));
+        let failed = missing_data(&secret(json!({}), json!({})), "CA", || Err("why".into()));
         assert_eq!(failed, Err("why".into()));
     }
 

@@ -17,7 +17,7 @@ use crate::core::quantity::Quantity;
 struct Taken {
     pods: Vec<Arc<Pod>>,
     requests: Amounts,
-    /// Requests used for scoring, in the order of [`UNASKED`].
+    /// Requests used for scoring, in the order of [`DEFAULT_REQUESTS`].
     weights: [i64; 2],
 }
 
@@ -27,8 +27,8 @@ impl Taken {
             let sum = self.requests.entry(name).or_default();
             *sum = *sum + amount;
         }
-        for (sum, (name, unasked)) in self.weights.iter_mut().zip(UNASKED) {
-            *sum = sum.saturating_add(weight(pod, name, unasked));
+        for (sum, (name, default_request)) in self.weights.iter_mut().zip(DEFAULT_REQUESTS) {
+            *sum = sum.saturating_add(weight(pod, name, default_request));
         }
         self.pods.push(Arc::clone(pod));
     }
@@ -126,7 +126,7 @@ struct Score {
 
 /// Assumed requests of a container without requests, for scoring only: CPU in millicores, memory in bytes. Otherwise
 /// all pods without requests would go to the same node (`pkg/scheduler/util/pod_resources.go`).
-const UNASKED: [(&str, i64); 2] = [("cpu", 100), ("memory", 200 << 20)];
+const DEFAULT_REQUESTS: [(&str, i64); 2] = [("cpu", 100), ("memory", 200 << 20)];
 
 /// The taints of a node, including those that its conditions imply and that the controller has not written yet.
 fn taints(node: &Node) -> Vec<Taint> {
@@ -202,16 +202,16 @@ fn fits(pod: &Pod, node: &Node, here: &Taken, storage: &Storage) -> Result<Score
 }
 
 /// A pod's request of a resource for scoring, in millicores or bytes.
-fn weight(pod: &Pod, name: &str, unasked: i64) -> i64 {
-    let asked = requests(pod).get(name).copied().unwrap_or(Quantity::ZERO);
-    if asked.is_zero() {
+fn weight(pod: &Pod, name: &str, default_request: i64) -> i64 {
+    let request = requests(pod).get(name).copied().unwrap_or(Quantity::ZERO);
+    if request.is_zero() {
         let containers = pod.spec.as_ref().map_or(1, |s| s.containers.len().max(1));
-        return unasked.saturating_mul(i64::try_from(containers).unwrap_or(i64::MAX));
+        return default_request.saturating_mul(i64::try_from(containers).unwrap_or(i64::MAX));
     }
     if name == "cpu" {
-        asked.milli()
+        request.milli()
     } else {
-        asked.units()
+        request.units()
     }
 }
 
@@ -226,17 +226,17 @@ fn owner(pod: &Pod) -> Option<&str> {
 /// Computes the merit of a node. The mean free share of CPU and memory with the pod on the node counts 0 to 100. Few
 /// pods of the same owner count up to 200.
 fn score(pod: &Pod, here: &Taken, allocatable: &Amounts) -> Score {
-    let free = |((name, unasked), taken): ((&str, i64), &i64)| {
+    let free = |((name, default_request), taken): ((&str, i64), &i64)| {
         let all = allocatable.get(name).copied().unwrap_or(Quantity::ZERO);
         let all = if name == "cpu" {
             all.milli()
         } else {
             all.units()
         };
-        let used = taken.saturating_add(weight(pod, name, unasked));
+        let used = taken.saturating_add(weight(pod, name, default_request));
         all.saturating_sub(used).max(0).saturating_mul(100) / all.max(1)
     };
-    let room = UNASKED
+    let room = DEFAULT_REQUESTS
         .into_iter()
         .zip(&here.weights)
         .map(free)

@@ -30,10 +30,10 @@ const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_sec
 
 /// Minimum time between evaluations of an unschedulable pod, even if the cluster has changed. It limits the work for
 /// many pending pods to one evaluation per second.
-const SETTLE: Duration = Duration::from_secs(1);
+const MIN_RETRY: Duration = Duration::from_secs(1);
 
 /// Minimum wait for pods in back-off: pods that become due within this time are evaluated together.
-const TOGETHER: Duration = Duration::from_millis(250);
+const MIN_WAIT: Duration = Duration::from_millis(250);
 
 struct Waiting {
     message: String,
@@ -46,29 +46,30 @@ struct Waiting {
 }
 
 impl Waiting {
-    /// When to evaluate the pod again. `helped` is when the cluster last changed in a way that may let it fit.
-    fn due(&self, pod: &Pod, helped: Instant) -> Instant {
+    /// When to evaluate the pod again. `capacity_changed` is when the cluster last changed in a way that may let the pod
+    /// fit.
+    fn due(&self, pod: &Pod, capacity_changed: Instant) -> Instant {
         if self.generation != pod.metadata.generation {
             return self.tried;
         }
-        if helped > self.tried {
-            return self.next.min(self.tried + SETTLE);
+        if capacity_changed > self.tried {
+            return self.next.min(self.tried + MIN_RETRY);
         }
         self.next
     }
 }
 
 /// Detects changes of the cluster that may let an unschedulable pod fit.
-struct Room {
+struct CapacityChanges {
     /// The uids of the pods that use resources of a node.
     taken: HashSet<String>,
     /// When the last such change was detected.
     changed: Instant,
 }
 
-impl Room {
+impl CapacityChanges {
     /// Records the current pods. `others` is set if anything but pods has changed.
-    fn look(&mut self, pods: &[Arc<Pod>], others: bool, now: Instant) {
+    fn observe(&mut self, pods: &[Arc<Pod>], others: bool, now: Instant) {
         let takes = |pod: &&Arc<Pod>| {
             let node = pod.spec.as_ref().and_then(|s| s.node_name.as_deref());
             node.is_some_and(|n| !n.is_empty()) && !crate::core::pod::is_terminal(pod)
@@ -87,17 +88,17 @@ fn due<'a>(
     all: &'a [Arc<Pod>],
     assumed: &mut HashMap<String, String>,
     waiting: &mut HashMap<String, Waiting>,
-    helped: Instant,
+    capacity_changed: Instant,
     now: Instant,
 ) -> Vec<&'a Arc<Pod>> {
-    let mut queue: Vec<&Arc<Pod>> = all.iter().filter(|p| wants_node(p)).collect();
+    let mut queue: Vec<&Arc<Pod>> = all.iter().filter(|p| needs_node(p)).collect();
     let uids = queue.iter().filter_map(|p| p.metadata.uid.as_deref());
     let uids: HashSet<&str> = uids.collect();
     assumed.retain(|uid, _| uids.contains(uid.as_str()));
     waiting.retain(|uid, _| uids.contains(uid.as_str()));
     queue.retain(|pod| {
         let known = pod.metadata.uid.as_ref().and_then(|uid| waiting.get(uid));
-        known.is_none_or(|known| known.due(pod, helped) <= now)
+        known.is_none_or(|known| known.due(pod, capacity_changed) <= now)
     });
     queue.sort_by_cached_key(|p| {
         (
@@ -110,11 +111,15 @@ fn due<'a>(
 }
 
 /// The time until the next pod is due, unless something changes.
-fn next_due(all: &[Arc<Pod>], waiting: &HashMap<String, Waiting>, helped: Instant) -> Duration {
+fn next_due(
+    all: &[Arc<Pod>],
+    waiting: &HashMap<String, Waiting>,
+    capacity_changed: Instant,
+) -> Duration {
     let known = |pod: &Arc<Pod>| waiting.get(pod.metadata.uid.as_ref()?);
     let dues = all
         .iter()
-        .filter_map(|pod| Some(known(pod)?.due(pod, helped)));
+        .filter_map(|pod| Some(known(pod)?.due(pod, capacity_changed)));
     let next = dues.min();
     next.map_or(Duration::from_secs(30), |next| {
         next.saturating_duration_since(Instant::now())
@@ -143,7 +148,7 @@ pub async fn run(client: Client, caches: Caches) {
     let (mut pod_changes, mut node_changes) = (pods.changes(), nodes.changes());
     let (mut claim_changes, mut volume_changes) = (claims.changes(), volumes.changes());
     let mut class_changes = classes.changes();
-    let mut room = Room {
+    let mut capacity = CapacityChanges {
         taken: HashSet::new(),
         changed: Instant::now(),
     };
@@ -164,8 +169,8 @@ pub async fn run(client: Client, caches: Caches) {
         volume_changes.mark_unchanged();
         let all = pods.list();
         let now = Instant::now();
-        room.look(&all, others, now);
-        let queue = due(&all, &mut assumed, &mut waiting, room.changed, now);
+        capacity.observe(&all, others, now);
+        let queue = due(&all, &mut assumed, &mut waiting, capacity.changed, now);
         // The sums are not needed if no pod is due.
         let mut cluster = match queue.is_empty() {
             true => Cluster::default(),
@@ -209,7 +214,7 @@ pub async fn run(client: Client, caches: Caches) {
                 assumed.remove(&uid);
             }
         }
-        let most = next_due(&all, &waiting, room.changed);
+        let most = next_due(&all, &waiting, capacity.changed);
         tokio::select! {
             // All branches are cancel-safe: the next cycle reads the caches again.
             _ = pod_changes.changed() => {}
@@ -217,7 +222,7 @@ pub async fn run(client: Client, caches: Caches) {
             _ = claim_changes.changed() => {}
             _ = volume_changes.changed() => {}
             _ = class_changes.changed() => {}
-            () = tokio::time::sleep(most.max(TOGETHER)) => {}
+            () = tokio::time::sleep(most.max(MIN_WAIT)) => {}
         }
     }
 }
@@ -254,7 +259,7 @@ async fn select(client: &Client, wanted: Vec<Wanted>) {
     }
 }
 
-fn wants_node(pod: &Pod) -> bool {
+fn needs_node(pod: &Pod) -> bool {
     let Some(spec) = &pod.spec else { return false };
     spec.node_name.as_deref().is_none_or(str::is_empty)
         && pod.metadata.deletion_timestamp.is_none()
@@ -313,9 +318,11 @@ async fn refuse(
     let now = Instant::now();
     let known = waiting.get(&uid);
     let mut retry = known.map_or(RETRY, |w| w.retry);
-    let news = known.is_none_or(|w| w.message != message);
+    let reason_changed = known.is_none_or(|w| w.message != message);
     // If the pod was evaluated early and the change did not help, its back-off continues.
-    let next = known.filter(|w| w.next > now && !news).map(|w| w.next);
+    let next = known
+        .filter(|w| w.next > now && !reason_changed)
+        .map(|w| w.next);
     waiting.insert(
         uid,
         Waiting {
@@ -326,7 +333,7 @@ async fn refuse(
             generation: pod.metadata.generation,
         },
     );
-    if !news {
+    if !reason_changed {
         return;
     }
     let (namespace, name) = crate::kubeapi::cache::key(pod);
@@ -369,7 +376,7 @@ mod tests {
     fn a_pending_pod_is_evaluated_after_its_back_off_or_when_a_change_may_help() {
         let start = Instant::now();
         let at = |millis| start + Duration::from_millis(millis);
-        let mut room = Room {
+        let mut capacity = CapacityChanges {
             taken: HashSet::new(),
             changed: start,
         };
@@ -386,34 +393,34 @@ mod tests {
             pod("a", "n", "Running"),
             pod("b", "n", "Running"),
         ];
-        room.look(&pods, false, at(200));
+        capacity.observe(&pods, false, at(200));
         assert_eq!(
-            waiting.due(&waits, room.changed),
+            waiting.due(&waits, capacity.changed),
             at(10_100),
             "new pods free no room"
         );
         pods.push(pod("c", "n", "Pending"));
-        room.look(&pods, false, at(300));
-        assert_eq!(waiting.due(&waits, room.changed), at(10_100));
+        capacity.observe(&pods, false, at(300));
+        assert_eq!(waiting.due(&waits, capacity.changed), at(10_100));
         pods[1] = pod("a", "n", "Succeeded");
-        room.look(&pods, false, at(400));
+        capacity.observe(&pods, false, at(400));
         assert_eq!(
-            waiting.due(&waits, room.changed),
+            waiting.due(&waits, capacity.changed),
             at(1100),
             "a pod that terminates frees room"
         );
-        room.changed = start;
+        capacity.changed = start;
         pods.remove(2);
-        room.look(&pods, false, at(500));
+        capacity.observe(&pods, false, at(500));
         assert_eq!(
-            waiting.due(&waits, room.changed),
+            waiting.due(&waits, capacity.changed),
             at(1100),
             "a deleted pod frees room too"
         );
-        room.changed = start;
-        room.look(&pods, true, at(600));
+        capacity.changed = start;
+        capacity.observe(&pods, true, at(600));
         assert_eq!(
-            waiting.due(&waits, room.changed),
+            waiting.due(&waits, capacity.changed),
             at(1100),
             "a changed node may have room"
         );

@@ -42,7 +42,7 @@ impl Storage {
         self.classes.iter().find(|c| c.name_any() == name)
     }
 
-    fn waits(&self, claim: &PersistentVolumeClaim) -> bool {
+    fn waits_for_consumer(&self, claim: &PersistentVolumeClaim) -> bool {
         self.class(claim)
             .is_some_and(|c| c.volume_binding_mode.as_deref() == Some("WaitForFirstConsumer"))
     }
@@ -81,7 +81,7 @@ impl Storage {
                 Some(_) => None,
             };
         }
-        if !self.waits(claim) {
+        if !self.waits_for_consumer(claim) {
             return Some("pod has unbound immediate PersistentVolumeClaims".into());
         }
         let made = self
@@ -110,8 +110,8 @@ impl Storage {
                 found.and_then(|name| self.volumes.iter_mut().find(|v| v.name_any() == name));
             let Some(volume) = volume else {
                 let patch = json!({"metadata": {"annotations": {SELECTED_NODE: node.name_any()}}});
-                let told = claim.annotations().get(SELECTED_NODE) == Some(&node.name_any());
-                wanted.extend((!told).then_some(Wanted::Node(claim, patch)));
+                let is_selected = claim.annotations().get(SELECTED_NODE) == Some(&node.name_any());
+                wanted.extend((!is_selected).then_some(Wanted::Node(claim, patch)));
                 continue;
             };
             if claims::is_for(volume, &claim) {

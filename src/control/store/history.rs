@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use super::{Compacted, Event};
 
 /// Maximum number of changes per kind that are no longer fresh.
-pub(super) const CHANGES: usize = 8192;
+pub(super) const MAX_CHANGES: usize = 8192;
 /// Maximum number of bytes per kind that are no longer fresh, including the overhead per
 /// change. The newest change of a kind is always kept.
-pub(super) const BYTES: usize = 8 << 20;
+pub(super) const MAX_BYTES: usize = 8 << 20;
 
 /// Retention limits.
 #[derive(Debug, Clone, Copy)]
@@ -38,7 +38,7 @@ impl Default for Retention {
 /// Approximate memory use of a change, in bytes.
 fn cost(event: &Event) -> usize {
     // The event, its key and two maps that are not empty.
-    const BASE: usize = 512;
+    const CHANGE_OVERHEAD: usize = 512;
     let attrs = &event.record.attrs;
     let labels: usize = attrs
         .labels
@@ -46,7 +46,7 @@ fn cost(event: &Event) -> usize {
         .map(|(k, v)| k.len() + v.len() + 64)
         .sum();
     let fields: usize = attrs.fields.iter().map(|(_, v)| v.len() + 56).sum();
-    BASE + labels + fields + event.record.value.len()
+    CHANGE_OVERHEAD + labels + fields + event.record.value.len()
 }
 
 /// The kind in a key or prefix: `pods` in `pods/default/web-1`.
@@ -66,7 +66,7 @@ struct Kind {
 impl Kind {
     /// Whether the kind exceeds its limits and its oldest change is no longer fresh.
     fn is_over(&self, now: Instant, fresh: Duration) -> bool {
-        let over = self.events.len() > CHANGES || self.bytes > BYTES;
+        let over = self.events.len() > MAX_CHANGES || self.bytes > MAX_BYTES;
         over && self.events.len() > 1
             && self
                 .events
@@ -81,7 +81,7 @@ impl Kind {
         self.bytes -= cost;
         self.compacted = oldest.revision;
         // Releases memory after a burst.
-        if self.events.capacity() > CHANGES && self.events.len() < self.events.capacity() / 4 {
+        if self.events.capacity() > MAX_CHANGES && self.events.len() < self.events.capacity() / 4 {
             self.events.shrink_to_fit();
         }
         Some((oldest.revision, cost))
@@ -167,7 +167,7 @@ impl History {
         let oldest = self.oldest(prefix);
         if after < oldest {
             return Err(Compacted {
-                asked: after,
+                requested: after,
                 oldest,
             });
         }
@@ -228,25 +228,25 @@ mod tests {
         assert!((38..=42).contains(&dropped.len()), "{}", dropped.len());
         history.push(event("leases/n/l", 102, 10), at(90_000));
         assert!(kept(&history, "pods/") <= 8, "{}", kept(&history, "pods/"));
-        assert!(history.bytes <= BYTES + 3000, "{}", history.bytes);
+        assert!(history.bytes <= MAX_BYTES + 3000, "{}", history.bytes);
         assert!(history.after(1, "pods/", 1).is_err());
     }
 
-    /// Many small changes are also kept while they are fresh. Later, an idle kind is reduced to [`CHANGES`].
+    /// Many small changes are also kept while they are fresh. Later, an idle kind is reduced to [`MAX_CHANGES`].
     #[test]
     fn the_number_of_recent_changes_is_not_limited() {
         let mut history = History::default();
         let start = Instant::now();
-        let many = CHANGES as u64 + 500;
+        let many = MAX_CHANGES as u64 + 500;
         for i in 0..many {
             history.push(event("leases/n/l", i + 1, 1), start);
         }
-        assert_eq!(kept(&history, "leases/"), CHANGES + 500);
+        assert_eq!(kept(&history, "leases/"), MAX_CHANGES + 500);
         history.push(
             event("pods/n/p", many + 1, 1),
             start + Duration::from_secs(75),
         );
-        assert_eq!(kept(&history, "leases/"), CHANGES);
+        assert_eq!(kept(&history, "leases/"), MAX_CHANGES);
     }
 
     /// If the total is exceeded, the largest kind drops changes, fresh or not, except its newest.

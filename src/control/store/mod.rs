@@ -28,11 +28,11 @@ use history::{History, Retention};
 pub use hyper::body::Bytes;
 
 /// Maximum number of writes per commit.
-const BATCH: usize = 128;
+const MAX_BATCH: usize = 128;
 /// How long the committing thread waits for further writes; about as long as a sync. It waits only if several clients
-/// write concurrently: the last commit had more than one write and was less than [`IDLE`] ago.
-const GATHER: Duration = Duration::from_millis(2);
-const IDLE: Duration = Duration::from_millis(5);
+/// write concurrently: the last commit had more than one write and was less than [`CONCURRENT_WITHIN`] ago.
+const GATHER_DELAY: Duration = Duration::from_millis(2);
+const CONCURRENT_WITHIN: Duration = Duration::from_millis(5);
 
 /// Labels and selectable fields of a stored object, so that selectors need not parse its bytes.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -123,7 +123,7 @@ pub enum WriteError {
     Conflict(Option<Record>),
     /// The key in `requires` has changed.
     #[error("the key in `requires` is not at the expected revision")]
-    Overtaken,
+    Superseded,
     /// The disk write failed; the write is not visible.
     #[error("writing to the store failed: {0}")]
     Disk(String),
@@ -134,10 +134,10 @@ pub enum WriteError {
 
 /// The requested history is no longer available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("too old resource version: {asked} ({oldest})")]
+#[error("too old resource version: {requested} ({oldest})")]
 pub struct Compacted {
     /// The requested revision.
-    pub asked: u64,
+    pub requested: u64,
     /// The oldest revision from which changes are available.
     pub oldest: u64,
 }
@@ -153,14 +153,14 @@ type Request = (Write, oneshot::Sender<Result<Record, WriteError>>);
 
 /// Announces the newest revision: to some receivers all revisions, to others only those of one kind.
 #[derive(Clone)]
-struct Heads {
+struct ChangeNotifier {
     all: watch::Sender<u64>,
     kinds: Arc<Mutex<HashMap<String, watch::Sender<u64>>>>,
 }
 
-impl Heads {
-    fn new(revision: u64) -> Heads {
-        Heads {
+impl ChangeNotifier {
+    fn new(revision: u64) -> ChangeNotifier {
+        ChangeNotifier {
             all: watch::Sender::new(revision),
             kinds: Arc::default(),
         }
@@ -172,7 +172,7 @@ impl Heads {
         head.subscribe()
     }
 
-    fn announce(&self, revision: u64, changed: &BTreeSet<String>) {
+    fn notify(&self, revision: u64, changed: &BTreeSet<String>) {
         self.all.send_replace(revision);
         let kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
         for head in changed.iter().filter_map(|kind| kinds.get(kind)) {
@@ -186,7 +186,7 @@ impl Heads {
 pub struct Store {
     state: Arc<RwLock<State>>,
     queue: mpsc::Sender<Request>,
-    heads: Heads,
+    notifier: ChangeNotifier,
     health: Health,
 }
 
@@ -246,8 +246,8 @@ impl Store {
             .into_iter()
             .flat_map(|event| state.history.push(event, now))
             .collect();
-        let heads = Heads::new(state.revision);
-        let announce = heads.clone();
+        let notifier = ChangeNotifier::new(state.revision);
+        let notify = notifier.clone();
         let state = Arc::new(RwLock::new(state));
         let (queue, requests) = mpsc::channel(1024);
         let shared = Arc::clone(&state);
@@ -255,12 +255,12 @@ impl Store {
         let commits = health.clone();
         std::thread::Builder::new()
             .name("store".into())
-            .spawn(move || commit_loop(disk, dropped, &shared, requests, &announce, &commits))
+            .spawn(move || commit_loop(disk, dropped, &shared, requests, &notify, &commits))
             .expect("spawning the store's thread at startup succeeds");
         Store {
             state,
             queue,
-            heads,
+            notifier,
             health,
         }
     }
@@ -349,14 +349,14 @@ impl Store {
     /// Receives the newest revision.
     #[must_use]
     pub fn head(&self) -> watch::Receiver<u64> {
-        self.heads.all.subscribe()
+        self.notifier.all.subscribe()
     }
 
     /// Receives the revisions of changes to the kind that `prefix` names. Watchers wait
     /// for it and then call [`Store::changes`].
     #[must_use]
     pub fn head_of(&self, prefix: &str) -> watch::Receiver<u64> {
-        self.heads.of(history::kind(prefix))
+        self.notifier.of(history::kind(prefix))
     }
 
     /// Performs a conditional write; it is durable when this function returns.
@@ -378,16 +378,16 @@ fn commit_loop(
     mut dropped: Vec<(String, u64)>,
     state: &RwLock<State>,
     mut requests: mpsc::Receiver<Request>,
-    heads: &Heads,
+    notifier: &ChangeNotifier,
     health: &Health,
 ) {
     let mut last_commit: Option<Instant> = None;
     while let Some(first) = requests.blocking_recv() {
-        if disk.is_some() && last_commit.is_some_and(|at| at.elapsed() < IDLE) {
-            std::thread::sleep(GATHER);
+        if disk.is_some() && last_commit.is_some_and(|at| at.elapsed() < CONCURRENT_WITHIN) {
+            std::thread::sleep(GATHER_DELAY);
         }
         let mut batch = vec![first];
-        while batch.len() < BATCH
+        while batch.len() < MAX_BATCH
             && let Ok(next) = requests.try_recv()
         {
             batch.push(next);
@@ -408,8 +408,8 @@ fn commit_loop(
                 }
                 let changed = events.iter().map(|e| history::kind(&e.key).to_owned());
                 let changed = changed.collect();
-                dropped.append(&mut show(state, events));
-                heads.announce(readable(state).revision, &changed);
+                dropped.append(&mut publish(state, events));
+                notifier.notify(readable(state).revision, &changed);
                 for (reply, result) in replies {
                     // The receiver may be dropped; the write is committed nevertheless.
                     let _ = reply.send(result);
@@ -452,7 +452,7 @@ fn decide(state: &RwLock<State>, batch: Vec<Request>) -> (Vec<Event>, Replies) {
         if let Some((other, revision)) = &write.requires
             && at(other).map(|record| record.revision) != Some(*revision)
         {
-            replies.push((reply, Err(WriteError::Overtaken)));
+            replies.push((reply, Err(WriteError::Superseded)));
             continue;
         }
         let fits = match (write.expect, &now) {
@@ -492,7 +492,7 @@ fn decide(state: &RwLock<State>, batch: Vec<Request>) -> (Vec<Event>, Replies) {
 }
 
 /// Publishes committed changes to readers. Returns the changes dropped from the history.
-fn show(state: &RwLock<State>, events: Vec<Event>) -> Vec<(String, u64)> {
+fn publish(state: &RwLock<State>, events: Vec<Event>) -> Vec<(String, u64)> {
     let mut state = state
         .write()
         .unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -101,7 +101,7 @@ async fn a_write_whose_required_key_has_changed_is_rejected() {
     };
     assert!(matches!(
         store.write(requires(1)).await,
-        Err(WriteError::Overtaken)
+        Err(WriteError::Superseded)
     ));
     let namespace = store
         .write(put("namespaces/n", Expect::Absent, "n"))
@@ -117,7 +117,7 @@ async fn a_write_whose_required_key_has_changed_is_rejected() {
         store.write(requires(namespace.revision))
     );
     let changed = changed.expect("put");
-    assert!(matches!(late, Err(WriteError::Overtaken)));
+    assert!(matches!(late, Err(WriteError::Superseded)));
     store
         .write(requires(changed.revision))
         .await
@@ -172,15 +172,18 @@ fn short_lived(file: Option<&Path>) -> Store {
 async fn a_reader_behind_its_kinds_history_gets_an_error() {
     let store = short_lived(None);
     fill(&store, "pods", 1).await;
-    fill(&store, "leases", history::CHANGES + 5).await;
+    fill(&store, "leases", history::MAX_CHANGES + 5).await;
     let oldest = 6;
     assert_eq!(
         changes(&store, 0, "leases/").expect_err("too old"),
-        Compacted { asked: 0, oldest }
+        Compacted {
+            requested: 0,
+            oldest
+        }
     );
     assert!(store.list_at("leases/", 0).is_err());
     let kept = changes(&store, oldest, "leases/").expect("kept");
-    assert_eq!(kept.len(), history::CHANGES);
+    assert_eq!(kept.len(), history::MAX_CHANGES);
     // The history of other kinds is not affected.
     assert_eq!(changes(&store, 0, "pods/").expect("kept").len(), 1);
 }
@@ -212,7 +215,7 @@ async fn history_survives_a_restart() {
         .write(delete("a/1", second.revision))
         .await
         .expect("delete");
-    fill(&store, "b", history::CHANGES + 5).await;
+    fill(&store, "b", history::MAX_CHANGES + 5).await;
     // Dropped changes are deleted from the file with the next write.
     store
         .write(put("a/1", Expect::Absent, "again"))

@@ -138,8 +138,8 @@ pub(super) fn merge_map(
             && let Some(list) = target.get_mut(field).and_then(Value::as_array_mut)
         {
             let (old, rule) = (std::mem::take(list), list_rule(parent, field));
-            let stood = Places::of(&old, rule);
-            *list = in_order(&stood, old, vec![], order.iter(), rule);
+            let old_positions = Positions::of(&old, rule);
+            *list = in_order(&old_positions, old, vec![], order.iter(), rule);
         }
     }
     Ok(())
@@ -163,11 +163,17 @@ fn merge_list(
         ListRule::Atomic => Ok(patch.to_vec()),
         ListRule::Set => {
             let order = order.map_or(patch, Vec::as_slice);
-            let stood = Places::of(&old, rule);
-            Ok(in_order(&stood, old, patch.to_vec(), order.iter(), rule))
+            let old_positions = Positions::of(&old, rule);
+            Ok(in_order(
+                &old_positions,
+                old,
+                patch.to_vec(),
+                order.iter(),
+                rule,
+            ))
         }
         ListRule::Key(key) => {
-            let stood = Places::of(&old, rule);
+            let old_positions = Positions::of(&old, rule);
             let mut merged = Merged::new(old, key);
             for item in patch {
                 let (map, id) = identified(item, key, field)?;
@@ -179,10 +185,10 @@ fn merge_list(
             }
             let (kept, added) = merged.finish();
             match order {
-                Some(order) => Ok(in_order(&stood, kept, added, order.iter(), rule)),
+                Some(order) => Ok(in_order(&old_positions, kept, added, order.iter(), rule)),
                 None => {
                     let named = patch.iter().filter(|item| !directive(item, "delete"));
-                    Ok(in_order(&stood, kept, added, named, rule))
+                    Ok(in_order(&old_positions, kept, added, named, rule))
                 }
             }
         }
@@ -221,30 +227,30 @@ struct Merged {
     key: &'static str,
     /// The stored elements; `None` where one was deleted.
     kept: Vec<Option<Value>>,
-    places: HashMap<Value, BTreeSet<usize>>,
+    positions: HashMap<Value, BTreeSet<usize>>,
     added: Vec<Value>,
 }
 
 impl Merged {
     fn new(old: Vec<Value>, key: &'static str) -> Merged {
-        let mut places: HashMap<Value, BTreeSet<usize>> = HashMap::new();
-        for (place, item) in old.iter().enumerate() {
+        let mut positions: HashMap<Value, BTreeSet<usize>> = HashMap::new();
+        for (position, item) in old.iter().enumerate() {
             if let Some(id) = item.get(key) {
-                places.entry(id.clone()).or_default().insert(place);
+                positions.entry(id.clone()).or_default().insert(position);
             }
         }
         Merged {
             key,
             kept: old.into_iter().map(Some).collect(),
-            places,
+            positions,
             added: vec![],
         }
     }
 
     /// Removes all elements with this key.
     fn delete(&mut self, id: &Value) {
-        for place in self.places.remove(id).into_iter().flatten() {
-            self.kept[place] = None;
+        for position in self.positions.remove(id).into_iter().flatten() {
+            self.kept[position] = None;
         }
     }
 
@@ -255,12 +261,12 @@ impl Merged {
         patch: &Map<String, Value>,
         field: &str,
     ) -> Result<(), ApiError> {
-        let place = self
-            .places
+        let position = self
+            .positions
             .get(id)
-            .and_then(|places| places.first().copied());
-        let target = place.and_then(|place| Some((place, self.kept[place].as_mut()?)));
-        let Some((place, target)) = target else {
+            .and_then(|positions| positions.first().copied());
+        let target = position.and_then(|position| Some((position, self.kept[position].as_mut()?)));
+        let Some((position, target)) = target else {
             let mut fresh = Map::new();
             merge_map(&mut fresh, patch, field)?;
             self.added.push(Value::Object(fresh));
@@ -271,9 +277,9 @@ impl Merged {
         }
         // If the patch sets the merge key to null, the element loses its key.
         if target.get(self.key) != Some(id)
-            && let Some(places) = self.places.get_mut(id)
+            && let Some(positions) = self.positions.get_mut(id)
         {
-            places.remove(&place);
+            positions.remove(&position);
         }
         Ok(())
     }
@@ -285,23 +291,23 @@ impl Merged {
 }
 
 /// The first index of each element of a list, by its identity. All elements without the merge key share one identity.
-struct Places {
+struct Positions {
     rule: ListRule,
     by_id: HashMap<Value, usize>,
     without: Option<usize>,
 }
 
-impl Places {
-    fn of<'a>(list: impl IntoIterator<Item = &'a Value>, rule: ListRule) -> Places {
-        let mut places = Places {
+impl Positions {
+    fn of<'a>(list: impl IntoIterator<Item = &'a Value>, rule: ListRule) -> Positions {
+        let mut positions = Positions {
             rule,
             by_id: HashMap::new(),
             without: None,
         };
-        for (place, item) in list.into_iter().enumerate() {
-            places.insert(item, place);
+        for (position, item) in list.into_iter().enumerate() {
+            positions.insert(item, position);
         }
-        places
+        positions
     }
 
     fn id<'a>(&self, item: &'a Value) -> Option<&'a Value> {
@@ -319,13 +325,13 @@ impl Places {
     }
 
     /// Adds an element to the index; false if an element with this identity exists.
-    fn insert(&mut self, item: &Value, place: usize) -> bool {
+    fn insert(&mut self, item: &Value, position: usize) -> bool {
         if self.get(item).is_some() {
             return false;
         }
         match self.id(item) {
-            Some(id) => drop(self.by_id.insert(id.clone(), place)),
-            None => self.without = Some(place),
+            Some(id) => drop(self.by_id.insert(id.clone(), position)),
+            None => self.without = Some(position),
         }
         true
     }
@@ -335,14 +341,14 @@ impl Places {
 /// `order` (`$setElementOrder`, else the patch's own list) come in that order. Any other element keeps its place before
 /// the elements that followed it in the old list, else it comes last.
 fn in_order<'a>(
-    stood: &Places,
+    old_positions: &Positions,
     kept: Vec<Value>,
     added: Vec<Value>,
     order: impl Iterator<Item = &'a Value>,
     rule: ListRule,
 ) -> Vec<Value> {
-    let order = Places::of(order, rule);
-    let mut present = Places::of(&kept, rule);
+    let order = Positions::of(order, rule);
+    let mut present = Positions::of(&kept, rule);
     let mut all = kept;
     for item in added {
         if present.insert(&item, all.len()) {
@@ -355,9 +361,9 @@ fn in_order<'a>(
     let mut others = others.into_iter().peekable();
     let mut result = Vec::new();
     for item in named {
-        let place = stood.get(&item);
+        let position = old_positions.get(&item);
         while let Some(other) = others.next_if(|other| {
-            let before = stood.get(other).zip(place);
+            let before = old_positions.get(other).zip(position);
             before.is_some_and(|(other, item)| other < item)
         }) {
             result.push(other);
@@ -475,7 +481,7 @@ mod tests {
         let deletes = |item: &Value| item["$patch"] == "delete";
         let (mut all, mut order): (Vec<String>, Vec<String>) =
             (old.iter().map(name).collect(), vec![]);
-        let stood = all.clone();
+        let old_positions = all.clone();
         for item in patch.iter().filter(|item| deletes(item)) {
             all.retain(|have| *have != name(item));
         }
@@ -485,16 +491,18 @@ mod tests {
             }
             order.push(name(item));
         }
-        let place = |list: &[String], wanted: &String| list.iter().position(|have| have == wanted);
+        let position =
+            |list: &[String], wanted: &String| list.iter().position(|have| have == wanted);
         let (mut named, mut others): (Vec<_>, Vec<_>) = all
             .into_iter()
-            .partition(|item| place(&order, item).is_some());
-        named.sort_by_key(|item| place(&order, item));
+            .partition(|item| position(&order, item).is_some());
+        named.sort_by_key(|item| position(&order, item));
         let mut result = vec![];
         for item in named {
             let before = |other: &String| {
-                let places = place(&stood, other).zip(place(&stood, &item));
-                places.is_some_and(|(other, item)| other < item)
+                let positions =
+                    position(&old_positions, other).zip(position(&old_positions, &item));
+                positions.is_some_and(|(other, item)| other < item)
             };
             while others.first().is_some_and(before) {
                 result.push(others.remove(0));

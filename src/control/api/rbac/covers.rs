@@ -32,28 +32,28 @@ impl Steps {
 }
 
 /// Indices of held rules, in ascending order.
-type Places = Vec<usize>;
+type Indices = Vec<usize>;
 
 /// The held rules that match a word, for one of a rule's lists.
 #[derive(Debug, Default)]
 struct Words<'a> {
     /// Rules that match every word.
-    any: Places,
-    exact: HashMap<&'a str, Places>,
+    any: Indices,
+    exact: HashMap<&'a str, Indices>,
 }
 
-fn note(places: &mut Places, place: usize) {
-    if places.last() != Some(&place) {
-        places.push(place);
+fn note(indices: &mut Indices, index: usize) {
+    if indices.last() != Some(&index) {
+        indices.push(index);
     }
 }
 
 impl<'a> Words<'a> {
-    fn add(&mut self, words: &'a [String], place: usize) {
+    fn add(&mut self, words: &'a [String], index: usize) {
         for word in words {
             match word.as_str() {
-                "*" => note(&mut self.any, place),
-                word => note(self.exact.entry(word).or_default(), place),
+                "*" => note(&mut self.any, index),
+                word => note(self.exact.entry(word).or_default(), index),
             }
         }
     }
@@ -72,7 +72,7 @@ impl<'a> Words<'a> {
 
 /// The classes of a list's words: for each class, the held rules that match its words.
 #[derive(Debug, Default)]
-struct Classes(BTreeSet<Places>);
+struct Classes(BTreeSet<Indices>);
 
 impl Classes {
     fn of<'w>(
@@ -94,9 +94,9 @@ impl Classes {
         steps: &mut Steps,
     ) -> Result<(), TooManySteps> {
         match matching {
-            Some(places) => {
-                steps.take(places.len())?;
-                self.0.insert(places.into_iter().collect());
+            Some(indices) => {
+                steps.take(indices.len())?;
+                self.0.insert(indices.into_iter().collect());
             }
             None if self.0.contains(&words.any) => {}
             None => drop(self.0.insert(words.any.clone())),
@@ -105,15 +105,15 @@ impl Classes {
     }
 }
 
-fn common(a: &Places, b: &Places, steps: &mut Steps) -> Result<Places, TooManySteps> {
+fn common(a: &Indices, b: &Indices, steps: &mut Steps) -> Result<Indices, TooManySteps> {
     steps.take(a.len().min(b.len()) + 1)?;
     let (few, many) = if a.len() < b.len() { (a, b) } else { (b, a) };
-    let both = few.iter().filter(|place| many.binary_search(place).is_ok());
+    let both = few.iter().filter(|index| many.binary_search(index).is_ok());
     Ok(both.copied().collect())
 }
 
 /// Whether every combination of classes, one of each list, has a rule of `left` in common.
-fn covered(lists: &[Classes], left: &Places, steps: &mut Steps) -> Result<bool, TooManySteps> {
+fn covered(lists: &[Classes], left: &Indices, steps: &mut Steps) -> Result<bool, TooManySteps> {
     if left.is_empty() {
         return Ok(false);
     }
@@ -153,17 +153,17 @@ pub(super) struct HeldObjects<'a> {
 impl<'a> HeldObjects<'a> {
     pub(super) fn of(rules: impl Iterator<Item = &'a Rule>) -> HeldObjects<'a> {
         let mut held = HeldObjects::default();
-        for (place, rule) in rules.enumerate() {
-            held.count = place + 1;
-            held.verbs.add(&rule.verbs, place);
-            held.groups.add(&rule.api_groups, place);
-            held.resources.add(&rule.resources, place);
+        for (index, rule) in rules.enumerate() {
+            held.count = index + 1;
+            held.verbs.add(&rule.verbs, index);
+            held.groups.add(&rule.api_groups, index);
+            held.resources.add(&rule.resources, index);
             if rule.resource_names.is_empty() {
-                note(&mut held.names.any, place);
+                note(&mut held.names.any, index);
             }
             // A resource name is always literal, also `*`.
             for name in &rule.resource_names {
-                note(held.names.exact.entry(name.as_str()).or_default(), place);
+                note(held.names.exact.entry(name.as_str()).or_default(), index);
             }
         }
         held
@@ -216,13 +216,13 @@ pub(super) struct HeldPaths<'a> {
 impl<'a> HeldPaths<'a> {
     pub(super) fn of(rules: impl Iterator<Item = &'a Rule>) -> HeldPaths<'a> {
         let mut held = HeldPaths::default();
-        for (place, rule) in rules.enumerate() {
-            held.count = place + 1;
-            held.verbs.add(&rule.verbs, place);
-            held.paths.add(&rule.paths, place);
+        for (index, rule) in rules.enumerate() {
+            held.count = index + 1;
+            held.verbs.add(&rule.verbs, index);
+            held.paths.add(&rule.paths, index);
             let patterns = rule.paths.iter().filter_map(|p| p.strip_suffix('*'));
             let prefixes = patterns.filter(|begin| !begin.is_empty());
-            held.prefixes.extend(prefixes.map(|begin| (begin, place)));
+            held.prefixes.extend(prefixes.map(|begin| (begin, index)));
         }
         held
     }
@@ -239,7 +239,7 @@ impl<'a> HeldPaths<'a> {
                 .prefixes
                 .iter()
                 .filter(|(begin, _)| path.starts_with(begin));
-            let mut found: BTreeSet<usize> = begins.map(|(_, place)| *place).collect();
+            let mut found: BTreeSet<usize> = begins.map(|(_, index)| *index).collect();
             found.extend(self.paths.matching(&[path]).into_iter().flatten());
             found.extend(&self.paths.any);
             paths.add(&self.paths, Some(found), steps)?;
@@ -257,7 +257,7 @@ mod tests {
     use proptest::sample::select;
 
     use super::*;
-    use crate::control::api::auth::Ask;
+    use crate::control::api::auth::Attributes;
 
     fn words(list: &[&'static str]) -> impl Strategy<Value = Vec<String>> {
         vec(select(list.to_vec()).prop_map(String::from), 0..4)
@@ -294,21 +294,22 @@ mod tests {
                 for resource in &rule.resources {
                     let (resource, sub) = resource.split_once('/').unwrap_or((resource, ""));
                     objects &= names.iter().all(|name| {
-                        let ask = Ask {
+                        let attributes = Attributes {
                             verb,
                             group,
                             resource,
                             sub,
                             name,
-                            ..Ask::default()
+                            ..Attributes::default()
                         };
-                        held.iter().any(|held| held.allows(&ask))
+                        held.iter().any(|held| held.allows(&attributes))
                     });
                 }
             }
         }
-        let may = |verb: &str, path: &str| held.iter().any(|held| held.allows_path(verb, path));
-        let all = |verb: &String| rule.paths.iter().all(|path| may(verb, path));
+        let allows_path =
+            |verb: &str, path: &str| held.iter().any(|held| held.allows_path(verb, path));
+        let all = |verb: &String| rule.paths.iter().all(|path| allows_path(verb, path));
         (objects, rule.verbs.iter().all(all))
     }
 
@@ -368,8 +369,8 @@ mod tests {
         let word = |kind: &str, i: usize| format!("{kind}{i}");
         let point = |i: usize| {
             of(|kind| {
-                let place = "vgrn".find(kind).expect("one of them");
-                let digit = i / 20_usize.pow(u32::try_from(place).expect("small"));
+                let index = "vgrn".find(kind).expect("one of them");
+                let digit = i / 20_usize.pow(u32::try_from(index).expect("small"));
                 vec![word(kind, digit % 20)]
             })
         };

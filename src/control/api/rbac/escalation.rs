@@ -5,13 +5,13 @@ use serde_json::Value;
 
 use super::covers::{HeldObjects, HeldPaths, MAX_STEPS, Steps, TooManySteps};
 use super::{GROUP, KINDS, Rbac, Rule, gathered, objects, rules};
-use crate::control::api::auth::{Ask, User};
+use crate::control::api::auth::{Attributes, User};
 use crate::control::api::error::{ApiError, FieldError};
 use crate::control::api::object::{self, at, text};
 use crate::control::store::Store;
 
 /// The permissions that a write grants, and the verb that allows it without holding them.
-struct Gift {
+struct GrantedRules {
     rules: Vec<Rule>,
     verb: &'static str,
     plural: &'static str,
@@ -20,7 +20,7 @@ struct Gift {
 
 /// All permissions. An aggregated role can match roles that do not exist yet, so
 /// setting an aggregation rule needs all of them.
-fn everything() -> [Rule; 2] {
+fn all_permissions() -> [Rule; 2] {
     let all = || vec!["*".to_owned()];
     [
         Rule {
@@ -37,17 +37,17 @@ fn everything() -> [Rule; 2] {
     ]
 }
 
-fn of_role(kind: &str, old: Option<&Value>, new: &Value) -> Option<Gift> {
+fn of_role(kind: &str, old: Option<&Value>, new: &Value) -> Option<GrantedRules> {
     let differs = |key: &str| old.and_then(|o| at(o, &[key])) != at(new, &[key]);
-    let mut given = vec![];
+    let mut granted = vec![];
     if differs("rules") {
-        given.extend(rules(new));
+        granted.extend(rules(new));
     }
     if differs("aggregationRule") && at(new, &["aggregationRule"]).is_some() {
-        given.extend(everything());
+        granted.extend(all_permissions());
     }
-    (!given.is_empty()).then(|| Gift {
-        rules: given,
+    (!granted.is_empty()).then(|| GrantedRules {
+        rules: granted,
         verb: "escalate",
         plural: if kind == "Role" {
             "roles"
@@ -58,7 +58,7 @@ fn of_role(kind: &str, old: Option<&Value>, new: &Value) -> Option<Gift> {
     })
 }
 
-fn of_binding(store: &Store, old: Option<&Value>, new: &Value) -> Option<Gift> {
+fn of_binding(store: &Store, old: Option<&Value>, new: &Value) -> Option<GrantedRules> {
     let same = |key: &str| old.is_some_and(|old| at(old, &[key]) == at(new, &[key]));
     if same("roleRef") && same("subjects") {
         return None;
@@ -69,9 +69,9 @@ fn of_binding(store: &Store, old: Option<&Value>, new: &Value) -> Option<Gift> {
     let role = all.iter().find(|r| {
         object::name(r) == name && (cluster || object::namespace(r) == object::namespace(new))
     });
-    Some(Gift {
+    Some(GrantedRules {
         // A missing role may later contain any permission, so binding it needs all permissions or the verb `bind`.
-        rules: role.map_or_else(|| everything().into(), |r| gathered(r, &all)),
+        rules: role.map_or_else(|| all_permissions().into(), |r| gathered(r, &all)),
         verb: "bind",
         plural: if cluster { "clusterroles" } else { "roles" },
         name: name.to_owned(),
@@ -93,27 +93,29 @@ impl Rbac {
         if user.is_in("system:masters") {
             return Ok(());
         }
-        let gift = match kind {
+        let granted = match kind {
             "Role" | "ClusterRole" => of_role(kind, old, new),
             "RoleBinding" | "ClusterRoleBinding" => of_binding(store, old, new),
             _ => None,
         };
-        let Some(gift) = gift else { return Ok(()) };
+        let Some(granted) = granted else {
+            return Ok(());
+        };
         let namespace = object::namespace(new).unwrap_or_default();
-        let own = Ask {
-            verb: gift.verb,
+        let own = Attributes {
+            verb: granted.verb,
             group: GROUP,
-            resource: gift.plural,
+            resource: granted.plural,
             namespace,
-            name: &gift.name,
-            ..Ask::default()
+            name: &granted.name,
+            ..Attributes::default()
         };
         if self.allows(store, user, &own) {
             return Ok(());
         }
-        let lacking = self.lacking(store, user, namespace, &gift.rules);
-        let lacking = lacking.map_err(|TooManySteps(count)| {
-            let field = if gift.verb == "bind" { "roleRef" } else { "rules" };
+        let missing = self.missing_rules(store, user, namespace, &granted.rules);
+        let missing = missing.map_err(|TooManySteps(count)| {
+            let field = if granted.verb == "bind" { "roleRef" } else { "rules" };
             let error = FieldError {
                 reason: "FieldValueTooMany",
                 field: field.into(),
@@ -124,22 +126,22 @@ impl Rbac {
             };
             ApiError::invalid(kind, GROUP, object::name(new), &[error])
         })?;
-        if lacking.is_empty() {
+        if missing.is_empty() {
             return Ok(());
         }
         let groups: Vec<String> = user.groups.iter().map(|g| format!("{g:?}")).collect();
         Err(ApiError::forbidden(format!(
             "{}.rbac.authorization.k8s.io {:?} is forbidden: user {:?} (groups=[{}]) is attempting to grant RBAC permissions not currently held:\n{}",
-            gift.plural,
-            gift.name,
+            granted.plural,
+            granted.name,
             user.name,
             groups.join(" "),
-            lacking.join("\n")
+            missing.join("\n")
         )))
     }
 
     /// Those of `rules` that grant permissions which the user does not hold in the namespace.
-    fn lacking(
+    fn missing_rules(
         &self,
         store: &Store,
         user: &User,
@@ -151,13 +153,13 @@ impl Rbac {
         let objects = HeldObjects::of(here.flat_map(|g| g.rules.iter()));
         let everywhere = grants.of(user).filter(|g| g.namespace.is_none());
         let paths = HeldPaths::of(everywhere.flat_map(|g| g.rules.iter()));
-        let (mut steps, mut lacking) = (Steps::default(), vec![]);
+        let (mut steps, mut missing) = (Steps::default(), vec![]);
         for rule in rules {
             if !objects.cover(rule, &mut steps)? || !paths.cover(rule, &mut steps)? {
-                lacking.push(shown(rule));
+                missing.push(shown(rule));
             }
         }
-        Ok(lacking)
+        Ok(missing)
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::auth::{Ask, User};
+use super::auth::{Attributes, User};
 use super::object::{at, list, text};
 use super::selector::Selector;
 use crate::control::store::Store;
@@ -78,15 +78,15 @@ struct Grants {
 
 impl Grants {
     fn add(&mut self, grant: Grant, holders: impl Iterator<Item = Holder>) {
-        let place = self.all.len();
+        let index = self.all.len();
         self.all.push(grant);
         for holder in holders {
-            let places = match holder {
+            let indices = match holder {
                 Holder::User(name) => self.users.entry(name).or_default(),
                 Holder::Group(name) => self.groups.entry(name).or_default(),
             };
-            if places.last() != Some(&place) {
-                places.push(place);
+            if indices.last() != Some(&index) {
+                indices.push(index);
             }
         }
     }
@@ -99,8 +99,8 @@ impl Grants {
             .into_iter()
             .filter_map(|group| self.groups.get(group));
         let of_user = self.users.get(&user.name).into_iter();
-        let places: BTreeSet<usize> = of_user.chain(of_groups).flatten().copied().collect();
-        places.into_iter().map(|place| &self.all[place])
+        let indices: BTreeSet<usize> = of_user.chain(of_groups).flatten().copied().collect();
+        indices.into_iter().map(|index| &self.all[index])
     }
 }
 
@@ -109,19 +109,24 @@ fn any(list: &[String], wanted: &str) -> bool {
 }
 
 impl Rule {
-    fn allows(&self, ask: &Ask<'_>) -> bool {
+    fn allows(&self, attributes: &Attributes<'_>) -> bool {
         // `resource/sub`, or `*/sub` for all resources with the subresource.
         let fits = |rule: &String| {
-            if ask.sub.is_empty() {
-                return rule == ask.resource;
+            if attributes.sub.is_empty() {
+                return rule == attributes.resource;
             }
             let parts = rule.split_once('/');
-            parts.is_some_and(|(r, sub)| sub == ask.sub && (r == "*" || r == ask.resource))
+            parts.is_some_and(|(r, sub)| {
+                sub == attributes.sub && (r == "*" || r == attributes.resource)
+            })
         };
         let resource = self.resources.iter().any(|r| r == "*" || fits(r));
-        let named =
-            self.resource_names.is_empty() || self.resource_names.iter().any(|n| n == ask.name);
-        any(&self.verbs, ask.verb) && any(&self.api_groups, ask.group) && resource && named
+        let named = self.resource_names.is_empty()
+            || self.resource_names.iter().any(|n| n == attributes.name);
+        any(&self.verbs, attributes.verb)
+            && any(&self.api_groups, attributes.group)
+            && resource
+            && named
     }
 
     fn allows_path(&self, verb: &str, path: &str) -> bool {
@@ -271,10 +276,12 @@ impl Rbac {
 
     /// Whether a role that is bound to `user` allows the request.
     #[must_use]
-    pub fn allows(&self, store: &Store, user: &User, ask: &Ask<'_>) -> bool {
+    pub fn allows(&self, store: &Store, user: &User, attributes: &Attributes<'_>) -> bool {
         let grants = self.grants(store);
-        let mut here = grants.of(user).filter(|g| g.counts_in(ask.namespace));
-        here.any(|grant| grant.rules.iter().any(|rule| rule.allows(ask)))
+        let mut here = grants
+            .of(user)
+            .filter(|g| g.counts_in(attributes.namespace));
+        here.any(|grant| grant.rules.iter().any(|rule| rule.allows(attributes)))
     }
 
     /// Like [`Rbac::allows`], for a non-resource URL.

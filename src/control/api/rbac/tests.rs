@@ -5,8 +5,8 @@ fn rule(value: Value) -> Rule {
     serde_json::from_value(value).expect("a rule")
 }
 
-fn ask<'a>(verb: &'a str, resource: &'a str, sub: &'a str, name: &'a str) -> Ask<'a> {
-    Ask {
+fn attributes<'a>(verb: &'a str, resource: &'a str, sub: &'a str, name: &'a str) -> Attributes<'a> {
+    Attributes {
         verb,
         group: "",
         resource,
@@ -26,20 +26,28 @@ fn rules_allow_only_the_listed_verbs_and_resources() {
         json!({"verbs": ["get"], "apiGroups": [""], "resources": ["secrets"], "resourceNames": ["s"]}),
     );
     let all = rule(json!({"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"]}));
-    for (rule, ask, expected) in [
-        (&pods, ask("get", "pods", "", "p"), true),
-        (&pods, ask("delete", "pods", "", "p"), false),
-        (&pods, ask("get", "pods", "log", "p"), false),
-        (&logs, ask("get", "pods", "log", "p"), true),
-        (&logs, ask("get", "pods", "", "p"), false),
-        (&scale, ask("patch", "deployments", "scale", "d"), true),
-        (&scale, ask("patch", "deployments", "", "d"), false),
-        (&one, ask("get", "secrets", "", "s"), true),
-        (&one, ask("get", "secrets", "", "t"), false),
-        (&one, ask("list", "secrets", "", ""), false),
-        (&all, ask("delete", "nodes", "proxy", "x"), true),
+    for (rule, attributes, expected) in [
+        (&pods, attributes("get", "pods", "", "p"), true),
+        (&pods, attributes("delete", "pods", "", "p"), false),
+        (&pods, attributes("get", "pods", "log", "p"), false),
+        (&logs, attributes("get", "pods", "log", "p"), true),
+        (&logs, attributes("get", "pods", "", "p"), false),
+        (
+            &scale,
+            attributes("patch", "deployments", "scale", "d"),
+            true,
+        ),
+        (&scale, attributes("patch", "deployments", "", "d"), false),
+        (&one, attributes("get", "secrets", "", "s"), true),
+        (&one, attributes("get", "secrets", "", "t"), false),
+        (&one, attributes("list", "secrets", "", ""), false),
+        (&all, attributes("delete", "nodes", "proxy", "x"), true),
     ] {
-        assert_eq!(rule.allows(&ask), expected, "{rule:?} {ask:?}");
+        assert_eq!(
+            rule.allows(&attributes),
+            expected,
+            "{rule:?} {attributes:?}"
+        );
     }
     let paths = rule(json!({"verbs": ["get"], "nonResourceURLs": ["/metrics", "/api/*"]}));
     assert!(
@@ -47,7 +55,9 @@ fn rules_allow_only_the_listed_verbs_and_resources() {
             && paths.allows_path("get", "/api/v1")
             && !paths.allows_path("get", "/metrics/x")
     );
-    assert!(!paths.allows_path("post", "/metrics") && !paths.allows(&ask("get", "pods", "", "")));
+    assert!(
+        !paths.allows_path("post", "/metrics") && !paths.allows(&attributes("get", "pods", "", ""))
+    );
 }
 
 #[test]

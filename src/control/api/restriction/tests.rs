@@ -20,7 +20,7 @@ fn stored(key: &str) -> Option<Value> {
     }
 }
 
-fn may_in(
+fn check_write_in(
     namespace: Option<&str>,
     kind: &str,
     sub: Option<Sub>,
@@ -38,12 +38,17 @@ fn may_in(
     check("n1", &stored, &write).map_err(|e| e.message)
 }
 
-fn may(kind: &str, sub: Option<Sub>, old: Option<Value>, new: Value) -> Result<(), String> {
-    may_in(Some("ns"), kind, sub, old.as_ref(), Some(&new))
+fn check_node_write(
+    kind: &str,
+    sub: Option<Sub>,
+    old: Option<Value>,
+    new: Value,
+) -> Result<(), String> {
+    check_write_in(Some("ns"), kind, sub, old.as_ref(), Some(&new))
 }
 
-fn may_delete(kind: &str, old: &Value) -> Result<(), String> {
-    may_in(Some("ns"), kind, None, Some(old), None)
+fn check_node_delete(kind: &str, old: &Value) -> Result<(), String> {
+    check_write_in(Some("ns"), kind, None, Some(old), None)
 }
 
 #[test]
@@ -55,7 +60,7 @@ fn a_node_may_modify_only_its_own_node_and_allowed_labels() {
     };
     let label = |key: &str| node(json!({"metadata": {"labels": {key: "x"}}}));
     assert_eq!(
-        may("Node", None, None, node(json!({}))),
+        check_node_write("Node", None, None, node(json!({}))),
         Ok(()),
         "a node may set taints when it registers"
     );
@@ -67,7 +72,7 @@ fn a_node_may_modify_only_its_own_node_and_allowed_labels() {
         "sub.node.kubernetes.io/x",
     ] {
         assert_eq!(
-            may("Node", None, Some(node(json!({}))), label(key)),
+            check_node_write("Node", None, Some(node(json!({}))), label(key)),
             Ok(()),
             "{key}"
         );
@@ -79,19 +84,19 @@ fn a_node_may_modify_only_its_own_node_and_allowed_labels() {
         "k8s.io/x",
     ] {
         assert_eq!(
-            may("Node", None, Some(node(json!({}))), label(key)),
+            check_node_write("Node", None, Some(node(json!({}))), label(key)),
             Err(format!(
                 "nodes \"n1\" is forbidden: is not allowed to modify labels: {key}"
             ))
         );
         assert_eq!(
-            may("Node", None, None, label(key)),
+            check_node_write("Node", None, None, label(key)),
             Err(format!(
                 "nodes \"n1\" is forbidden: node \"n1\" is not allowed to set the following labels: {key}"
             ))
         );
         assert!(
-            may("Node", Some(Sub::Status), Some(label(key)), node(json!({}))).is_err(),
+            check_node_write("Node", Some(Sub::Status), Some(label(key)), node(json!({}))).is_err(),
             "a node may not remove {key}"
         );
     }
@@ -102,15 +107,15 @@ fn a_node_may_modify_only_its_own_node_and_allowed_labels() {
         json!({"spec": {"configSource": {"configMap": {}}}}),
     ] {
         assert!(
-            may("Node", None, Some(node(json!({}))), node(more.clone())).is_err(),
+            check_node_write("Node", None, Some(node(json!({}))), node(more.clone())).is_err(),
             "{more}"
         );
     }
     let source = node(json!({"spec": {"configSource": {"configMap": {}}}}));
-    assert!(may("Node", None, None, source).is_err());
+    assert!(check_node_write("Node", None, None, source).is_err());
     let other = json!({"metadata": {"name": "n2"}});
-    assert!(may_delete("Node", &other).is_err());
-    assert_eq!(may_delete("Node", &node(json!({}))), Ok(()));
+    assert!(check_node_delete("Node", &other).is_err());
+    assert_eq!(check_node_delete("Node", &node(json!({}))), Ok(()));
 }
 
 #[test]
@@ -123,7 +128,7 @@ fn a_node_may_access_only_its_own_lease_and_csi_node() {
     for (old, new) in [(None, true), (Some(()), true), (Some(()), false)] {
         let of = |object: &Value, namespace: Option<&str>, kind: &str| {
             let old = old.map(|()| object);
-            may_in(namespace, kind, None, old, new.then_some(object))
+            check_write_in(namespace, kind, None, old, new.then_some(object))
         };
         assert_eq!(of(&own, leases, "Lease"), Ok(()));
         assert_eq!(
@@ -152,7 +157,10 @@ fn mirror_of(more: &Value) -> Value {
 
 #[test]
 fn a_node_may_create_mirror_pods_only_for_itself() {
-    assert_eq!(may("Pod", None, None, mirror_of(&json!({}))), Ok(()));
+    assert_eq!(
+        check_node_write("Pod", None, None, mirror_of(&json!({}))),
+        Ok(())
+    );
     let owned = |more: Value| {
         let mut owner = json!({"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": "uid-1", "controller": true});
         json_patch::merge(&mut owner, &more);
@@ -201,7 +209,7 @@ fn a_node_may_create_mirror_pods_only_for_itself() {
         ),
     ] {
         assert_eq!(
-            may("Pod", None, None, mirror_of(&more)),
+            check_node_write("Pod", None, None, mirror_of(&more)),
             Err(format!("pods \"p\" is forbidden: {why}")),
             "{more}"
         );
@@ -214,7 +222,7 @@ fn a_mirror_pod_may_not_reference_api_objects() {
     for (spec, kind) in every_reference() {
         let pod = mirror_of(&json!({"spec": spec}));
         assert_eq!(
-            may("Pod", None, None, pod),
+            check_node_write("Pod", None, None, pod),
             Err(format!(
                 "pods \"p\" is forbidden: node \"n1\" can not create pods that reference {kind}"
             )),
@@ -231,7 +239,7 @@ fn a_node_may_update_only_the_status_of_its_pods() {
     let changed = |more: Value| {
         let mut new = pod.clone();
         json_patch::merge(&mut new, &more);
-        may("Pod", Some(Sub::Status), Some(pod.clone()), new)
+        check_node_write("Pod", Some(Sub::Status), Some(pod.clone()), new)
     };
     assert_eq!(changed(json!({"status": {"phase": "Running"}})), Ok(()));
     for (more, what) in [
@@ -265,17 +273,17 @@ fn a_node_may_update_only_the_status_of_its_pods() {
 fn a_node_may_not_modify_pods_of_other_nodes() {
     let pod = mirror_of(&json!({}));
     let elsewhere = mirror_of(&json!({"spec": {"nodeName": "n2"}}));
-    let refused = may(
+    let refused = check_node_write(
         "Pod",
         Some(Sub::Status),
         Some(elsewhere.clone()),
         elsewhere.clone(),
     );
     assert_eq!(refused, Err("pods \"p\" is forbidden: node \"n1\" can only update pod status for pods with spec.nodeName set to itself".into()));
-    assert_eq!(may_delete("Pod", &pod), Ok(()));
-    assert_eq!(may_delete("Pod", &elsewhere), Err("pods \"p\" is forbidden: node \"n1\" can only delete pods with spec.nodeName set to itself".into()));
+    assert_eq!(check_node_delete("Pod", &pod), Ok(()));
+    assert_eq!(check_node_delete("Pod", &elsewhere), Err("pods \"p\" is forbidden: node \"n1\" can only delete pods with spec.nodeName set to itself".into()));
     let evicted = |pod: &Value| {
-        may(
+        check_node_write(
             "Pod",
             Some(Sub::Eviction),
             Some(pod.clone()),
@@ -291,12 +299,12 @@ fn a_node_may_not_modify_pods_of_other_nodes() {
         )
     );
     assert_eq!(
-        may("Pod", None, Some(pod.clone()), pod.clone()),
+        check_node_write("Pod", None, Some(pod.clone()), pod.clone()),
         Err("pods \"p\" is forbidden: unexpected operation \"UPDATE\", node \"n1\" can only create and delete mirror pods".into())
     );
     for sub in [Sub::Binding, Sub::EphemeralContainers, Sub::Resize] {
         assert_eq!(
-            may("Pod", Some(sub), Some(pod.clone()), pod.clone()),
+            check_node_write("Pod", Some(sub), Some(pod.clone()), pod.clone()),
             Err(format!(
                 "pods \"p\" is forbidden: unexpected pod subresource {:?}, only 'status' and 'eviction' are allowed",
                 sub.name()
@@ -308,11 +316,11 @@ fn a_node_may_not_modify_pods_of_other_nodes() {
 #[test]
 fn a_node_may_update_only_resize_fields_of_claims() {
     let old = json!({"metadata": {"name": "c", "labels": {}, "resourceVersion": "1"}, "spec": {"volumeName": "v"}, "status": {"phase": "Bound"}});
-    let may_claim = |sub, old, new| may("PersistentVolumeClaim", sub, old, new);
+    let check_claim = |sub, old, new| check_node_write("PersistentVolumeClaim", sub, old, new);
     let changed = |more: &Value| {
         let mut new = old.clone();
         json_patch::merge(&mut new, more);
-        may_claim(Some(Sub::Status), Some(old.clone()), new)
+        check_claim(Some(Sub::Status), Some(old.clone()), new)
     };
     for more in [
         json!({"metadata": {"resourceVersion": null, "managedFields": [{}], "annotations": {}}}),
@@ -354,16 +362,22 @@ fn a_node_may_update_only_resize_fields_of_claims() {
     }
     let refused =
         Err("persistentvolumeclaims \"c\" is forbidden: may only update PVC status".into());
-    assert_eq!(may_claim(None, Some(old.clone()), old.clone()), refused);
-    assert_eq!(may_claim(None, None, old.clone()), refused);
-    assert_eq!(may_delete("PersistentVolumeClaim", &old), refused);
+    assert_eq!(check_claim(None, Some(old.clone()), old.clone()), refused);
+    assert_eq!(check_claim(None, None, old.clone()), refused);
+    assert_eq!(check_node_delete("PersistentVolumeClaim", &old), refused);
 }
 
 #[test]
 fn a_node_may_write_only_its_own_resource_slices() {
     let slice = |node: Value| json!({"metadata": {"name": "s"}, "spec": {"nodeName": node}});
-    assert_eq!(may("ResourceSlice", None, None, slice(json!("n1"))), Ok(()));
-    assert_eq!(may_delete("ResourceSlice", &slice(json!("n1"))), Ok(()));
+    assert_eq!(
+        check_node_write("ResourceSlice", None, None, slice(json!("n1"))),
+        Ok(())
+    );
+    assert_eq!(
+        check_node_delete("ResourceSlice", &slice(json!("n1"))),
+        Ok(())
+    );
     for foreign in [json!("n2"), Value::Null] {
         let foreign = slice(foreign);
         let refused = |verb: &str| {
@@ -372,10 +386,13 @@ fn a_node_may_write_only_its_own_resource_slices() {
             ))
         };
         assert_eq!(
-            may("ResourceSlice", None, None, foreign.clone()),
+            check_node_write("ResourceSlice", None, None, foreign.clone()),
             refused("create")
         );
-        assert_eq!(may_delete("ResourceSlice", &foreign), refused("delete"));
+        assert_eq!(
+            check_node_delete("ResourceSlice", &foreign),
+            refused("delete")
+        );
     }
 }
 
@@ -385,7 +402,7 @@ fn a_node_may_request_pod_certificates_only_for_its_pods() {
         let mut request = json!({"metadata": {"name": "r"}, "spec": {"nodeName": "n1", "nodeUID": "uid-1", "podName": "p", "podUID": "p",
             "serviceAccountName": "a", "serviceAccountUID": "a"}});
         json_patch::merge(&mut request["spec"], &more);
-        may("PodCertificateRequest", None, None, request)
+        check_node_write("PodCertificateRequest", None, None, request)
     };
     assert_eq!(request(json!({})), Ok(()));
     for (more, why) in [
@@ -441,14 +458,14 @@ fn a_node_may_request_client_certificates_only_in_its_own_name() {
     let kind = "CertificateSigningRequest";
     for signer in [signing::CLIENT, signing::SERVING] {
         let own = signing_request_for("system:node:n1", signer);
-        assert_eq!(may(kind, None, None, own), Ok(()));
+        assert_eq!(check_node_write(kind, None, None, own), Ok(()));
         for name in ["system:node:n2", "kubernetes-admin"] {
-            let refused = may(kind, None, None, signing_request_for(name, signer));
+            let refused = check_node_write(kind, None, None, signing_request_for(name, signer));
             assert_eq!(refused, Err("certificatesigningrequests.certificates.k8s.io \"r\" is forbidden: can only create a node CSR with CN=system:node:n1".into()));
         }
     }
     let other = signing_request_for("x", "example.com/signer");
-    assert_eq!(may(kind, None, None, other), Ok(()));
+    assert_eq!(check_node_write(kind, None, None, other), Ok(()));
 }
 
 #[test]
@@ -458,9 +475,9 @@ fn a_node_may_request_tokens_only_for_audiences_of_the_pod_or_its_drivers() {
         {"name": "d", "csi": {"driver": "inline"}}, {"name": "c", "persistentVolumeClaim": {"claimName": "claim"}},
         {"name": "e", "ephemeral": {"volumeClaimTemplate": {}}}]}});
     let bound = json!({"apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "u"});
-    let ask = |pod: Option<&Value>, bound: &Value, audiences: &[&str]| {
+    let check_bound = |pod: Option<&Value>, bound: &Value, audiences: &[&str]| {
         let audiences: Vec<String> = audiences.iter().map(|a| (*a).to_owned()).collect();
-        let ask = TokenAsk {
+        let token = RequestedToken {
             account: "a",
             bound: Some(bound).filter(|b| !b.is_null()),
             pod,
@@ -471,7 +488,7 @@ fn a_node_may_request_tokens_only_for_audiences_of_the_pod_or_its_drivers() {
             Source::Claim(claim) => vec![format!("of-{claim}")],
             Source::Driver(_) => vec![],
         };
-        check_token("n1", &ask, drivers, |audience| audience == "by-role").map_err(|e| e.message)
+        check_token("n1", &token, drivers, |audience| audience == "by-role").map_err(|e| e.message)
     };
     for (audiences, why) in [
         (&["vault"][..], ""),
@@ -490,7 +507,7 @@ fn a_node_may_request_tokens_only_for_audiences_of_the_pod_or_its_drivers() {
             "node may only request 0 or 1 audiences",
         ),
     ] {
-        match ask(Some(&pod), &bound, audiences) {
+        match check_bound(Some(&pod), &bound, audiences) {
             Ok(()) => assert_eq!(why, "", "{audiences:?}"),
             Err(error) => assert!(!why.is_empty() && error.contains(why), "{error}"),
         }
@@ -498,7 +515,7 @@ fn a_node_may_request_tokens_only_for_audiences_of_the_pod_or_its_drivers() {
     let mut plain = pod.clone();
     plain["spec"]["volumes"][0]["projected"]["sources"][0]["serviceAccountToken"] =
         json!({"path": "token"});
-    assert_eq!(ask(Some(&plain), &bound, &[]), Ok(()));
+    assert_eq!(check_bound(Some(&plain), &bound, &[]), Ok(()));
     let mut elsewhere = pod.clone();
     elsewhere["spec"]["nodeName"] = json!("n2");
     let without = |key: &str| {
@@ -530,12 +547,12 @@ fn a_node_may_request_tokens_only_for_audiences_of_the_pod_or_its_drivers() {
         ),
     ] {
         assert!(
-            ask(Some(pod), &bound, &["vault"]).is_err_and(|e| e.contains(why)),
+            check_bound(Some(pod), &bound, &["vault"]).is_err_and(|e| e.contains(why)),
             "{why}"
         );
     }
     assert_eq!(
-        ask(None, &bound, &["vault"]),
+        check_bound(None, &bound, &["vault"]),
         Err("pods \"p\" not found".into())
     );
 }

@@ -17,19 +17,19 @@ const OPERATORS: [&str; 2] = ["In", "NotIn"];
 const POLICIES: [&str; 3] = ["Allow", "Forbid", "Replace"];
 const STATUSES: [&str; 3] = ["False", "True", "Unknown"];
 /// Maximum number of rules in a list, and of patterns for pod conditions.
-const MOST_RULES: usize = 20;
-const MOST_EXIT_CODES: usize = 255;
+const MAX_RULES: usize = 20;
+const MAX_EXIT_CODES: usize = 255;
 /// Maximum parallelism of an indexed job, and maximum of `maxFailedIndexes`.
-const MOST_INDEXES: i64 = 100_000;
-/// The same limits for jobs with more than [`MOST_INDEXES`] completions and `backoffLimitPerIndex`.
-const MOST_OF_MANY: i64 = 10_000;
-const LONGEST_MANAGER: usize = 63;
-const LONGEST_INDEXES: usize = 64 << 10;
+const MAX_INDEXES: i64 = 100_000;
+/// The same limits for jobs with more than [`MAX_INDEXES`] completions and `backoffLimitPerIndex`.
+const MAX_INDEXES_WITH_BACKOFF: i64 = 10_000;
+const MAX_MANAGER_LENGTH: usize = 63;
+const MAX_INDEXES_LENGTH: usize = 64 << 10;
 /// Maximum length of a CronJob's name: the names of its jobs are eleven characters longer.
-const LONGEST_CRON: usize = 52;
+const MAX_CRON_NAME_LENGTH: usize = 52;
 
 /// An invalid-value error that does not repeat the value.
-pub(super) fn about(field: impl Into<String>, detail: &str) -> FieldError {
+pub(super) fn invalid_without_value(field: impl Into<String>, detail: &str) -> FieldError {
     FieldError {
         reason: "FieldValueInvalid",
         field: field.into(),
@@ -196,8 +196,8 @@ fn managed_by(manager: &str, field: &str, errors: &mut Errors) {
             "must be a domain-prefixed path (such as \"acme.io/foo\")",
         ));
     }
-    if manager.len() > LONGEST_MANAGER {
-        errors.push(FieldError::too_long(field, LONGEST_MANAGER));
+    if manager.len() > MAX_MANAGER_LENGTH {
+        errors.push(FieldError::too_long(field, MAX_MANAGER_LENGTH));
     }
 }
 
@@ -219,26 +219,26 @@ fn indexed_spec(spec: &Value, path: &str, errors: &mut Errors) {
             ));
         }
     };
-    let when = format!("{MOST_INDEXES} when completion mode is Indexed");
-    at_most("parallelism", MOST_INDEXES, &when);
+    let when = format!("{MAX_INDEXES} when completion mode is Indexed");
+    at_most("parallelism", MAX_INDEXES, &when);
     at_most(
         "maxFailedIndexes",
         completions.unwrap_or(i64::MAX),
         "completions",
     );
-    at_most("maxFailedIndexes", MOST_INDEXES, &MOST_INDEXES.to_string());
-    if completions.is_some_and(|n| n > MOST_INDEXES)
+    at_most("maxFailedIndexes", MAX_INDEXES, &MAX_INDEXES.to_string());
+    if completions.is_some_and(|n| n > MAX_INDEXES)
         && number(spec, "backoffLimitPerIndex").is_some()
     {
         let when = format!(
-            "{MOST_OF_MANY} when completions are above {MOST_INDEXES} and used with backoff limit per index"
+            "{MAX_INDEXES_WITH_BACKOFF} when completions are above {MAX_INDEXES} and used with backoff limit per index"
         );
-        at_most("parallelism", MOST_OF_MANY, &when);
-        at_most("maxFailedIndexes", MOST_OF_MANY, &when);
+        at_most("parallelism", MAX_INDEXES_WITH_BACKOFF, &when);
+        at_most("maxFailedIndexes", MAX_INDEXES_WITH_BACKOFF, &when);
         if failed.is_none() {
             errors.push(FieldError::required(
                 format!("{path}.maxFailedIndexes"),
-                &format!("must be specified when completions is above {MOST_INDEXES}"),
+                &format!("must be specified when completions is above {MAX_INDEXES}"),
             ));
         }
     }
@@ -276,7 +276,7 @@ fn replacement(spec: &Value, field: &str, errors: &mut Errors) {
 }
 
 /// Checks a required value against the allowed ones.
-fn word(value: Option<&str>, field: String, allowed: &[&str], errors: &mut Errors) {
+fn required_value(value: Option<&str>, field: String, allowed: &[&str], errors: &mut Errors) {
     match value.unwrap_or_default() {
         "" => {
             let words = format!("{allowed:?}").replace(',', "");
@@ -292,8 +292,8 @@ fn word(value: Option<&str>, field: String, allowed: &[&str], errors: &mut Error
 
 fn failure_policy(spec: &Value, path: &str, errors: &mut Errors) {
     let rules = list(spec, &["podFailurePolicy", "rules"]);
-    if rules.len() > MOST_RULES {
-        errors.push(FieldError::too_many(path, rules.len(), MOST_RULES));
+    if rules.len() > MAX_RULES {
+        errors.push(FieldError::too_many(path, rules.len(), MAX_RULES));
     }
     let containers: HashSet<&str> = ["containers", "initContainers"]
         .iter()
@@ -308,7 +308,7 @@ fn failure_policy(spec: &Value, path: &str, errors: &mut Errors) {
             let why = "requires the backoffLimitPerIndex to be set";
             errors.push(FieldError::invalid(field, &rule["action"], why));
         } else {
-            word(action, field, &ACTIONS, errors);
+            required_value(action, field, &ACTIONS, errors);
         }
         let codes = at(rule, &["onExitCodes"]);
         let conditions = list(rule, &["onPodConditions"]);
@@ -317,11 +317,11 @@ fn failure_policy(spec: &Value, path: &str, errors: &mut Errors) {
         }
         pod_conditions(conditions, &format!("{here}.onPodConditions"), errors);
         match (codes.is_some(), conditions.is_empty()) {
-            (true, false) => errors.push(about(
+            (true, false) => errors.push(invalid_without_value(
                 here,
                 "specifying both OnExitCodes and OnPodConditions is not supported",
             )),
-            (false, true) => errors.push(about(
+            (false, true) => errors.push(invalid_without_value(
                 here,
                 "specifying one of OnExitCodes and OnPodConditions is required",
             )),
@@ -331,8 +331,8 @@ fn failure_policy(spec: &Value, path: &str, errors: &mut Errors) {
 }
 
 fn pod_conditions(patterns: &[Value], path: &str, errors: &mut Errors) {
-    if patterns.len() > MOST_RULES {
-        errors.push(FieldError::too_many(path, patterns.len(), MOST_RULES));
+    if patterns.len() > MAX_RULES {
+        errors.push(FieldError::too_many(path, patterns.len(), MAX_RULES));
     }
     for (i, pattern) in patterns.iter().enumerate() {
         let kind = text(pattern, &["type"]).unwrap_or_default();
@@ -341,13 +341,13 @@ fn pod_conditions(patterns: &[Value], path: &str, errors: &mut Errors) {
             errors.push(FieldError::invalid(field, &kind.into(), super::QUALIFIED));
         }
         let status = text(pattern, &["status"]);
-        word(status, format!("{path}[{i}].status"), &STATUSES, errors);
+        required_value(status, format!("{path}[{i}].status"), &STATUSES, errors);
     }
 }
 
 fn exit_codes(codes: &Value, path: &str, containers: &HashSet<&str>, errors: &mut Errors) {
     let operator = text(codes, &["operator"]);
-    word(operator, format!("{path}.operator"), &OPERATORS, errors);
+    required_value(operator, format!("{path}.operator"), &OPERATORS, errors);
     if let Some(name) = text(codes, &["containerName"]).filter(|n| !containers.contains(n)) {
         errors.push(FieldError::invalid(
             format!("{path}.containerName"),
@@ -360,8 +360,8 @@ fn exit_codes(codes: &Value, path: &str, containers: &HashSet<&str>, errors: &mu
     if values.is_empty() {
         let why = "at least one value is required";
         errors.push(FieldError::invalid(&field, &codes["values"], why));
-    } else if values.len() > MOST_EXIT_CODES {
-        errors.push(FieldError::too_many(&*field, values.len(), MOST_EXIT_CODES));
+    } else if values.len() > MAX_EXIT_CODES {
+        errors.push(FieldError::too_many(&*field, values.len(), MAX_EXIT_CODES));
     }
     let numbers: Vec<i64> = values.iter().filter_map(Value::as_i64).collect();
     let mut seen = HashSet::new();
@@ -393,8 +393,8 @@ fn success_policy(spec: &Value, path: &str, errors: &mut Errors) {
         let why = "at least one rules must be specified when the successPolicy is specified";
         errors.push(FieldError::required(path, why));
     }
-    if rules.len() > MOST_RULES {
-        errors.push(FieldError::too_many(path, rules.len(), MOST_RULES));
+    if rules.len() > MAX_RULES {
+        errors.push(FieldError::too_many(path, rules.len(), MAX_RULES));
     }
     let completions = number(spec, "completions").unwrap_or(0);
     for (i, rule) in rules.iter().enumerate() {
@@ -412,8 +412,8 @@ fn success_rule(rule: &Value, here: &str, completions: i64, errors: &mut Errors)
     let mut total = None;
     if let Some(indexes) = indexes {
         let field = format!("{here}.succeededIndexes");
-        if indexes.len() > LONGEST_INDEXES {
-            errors.push(FieldError::too_long(field.clone(), LONGEST_INDEXES));
+        if indexes.len() > MAX_INDEXES_LENGTH {
+            errors.push(FieldError::too_long(field.clone(), MAX_INDEXES_LENGTH));
         }
         let parsed = Indexes::parse(indexes, i32::try_from(completions).unwrap_or(i32::MAX));
         total = Some(parsed.as_ref().map_or(0, |p| i64::from(p.total())));
@@ -491,8 +491,8 @@ pub(super) fn cron_job(cron: &Value, errors: &mut Errors) {
     // On creation only, so that an existing CronJob with an invalid name or time zone can still be changed.
     if at(cron, &["metadata", "resourceVersion"]).is_none() {
         let name = crate::control::api::object::name(cron);
-        if name.len() > LONGEST_CRON {
-            let why = format!("must be no more than {LONGEST_CRON} characters");
+        if name.len() > MAX_CRON_NAME_LENGTH {
+            let why = format!("must be no more than {MAX_CRON_NAME_LENGTH} characters");
             errors.push(FieldError::invalid("metadata.name", &name.into(), &why));
         }
         time_zone(spec, errors);

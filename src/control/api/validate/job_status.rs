@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use serde_json::Value;
 
 use super::Errors;
-use super::batch::{about, not_negative};
+use super::batch::{invalid_without_value, not_negative};
 use crate::control::api::batch::has_condition;
 use crate::control::api::error::FieldError;
 use crate::control::api::object::{at, list, text};
@@ -62,7 +62,7 @@ impl<'a> Write<'a> {
     }
 
     /// Whether the write changes one of these conditions to or from true.
-    fn turns(&self, kinds: &[&str]) -> bool {
+    fn condition_changes(&self, kinds: &[&str]) -> bool {
         kinds.iter().any(|kind| self.is(kind) != self.was(kind))
     }
 
@@ -71,7 +71,7 @@ impl<'a> Write<'a> {
     }
 
     /// Whether the write changes the job to or from finished.
-    fn ends(&self) -> bool {
+    fn finished_changes(&self) -> bool {
         Self::ended(self.old) != Self::ended(self.new)
     }
 
@@ -88,20 +88,23 @@ impl<'a> Write<'a> {
     }
 
     fn conditions(&self, errors: &mut Errors) {
-        let mut refuse = |why: &str| errors.push(about("status.conditions", why));
+        let mut refuse = |why: &str| errors.push(invalid_without_value("status.conditions", why));
         let complete = self.is("Complete");
-        if self.turns(&["Complete", "Failed"]) && complete && self.is("Failed") {
+        if self.condition_changes(&["Complete", "Failed"]) && complete && self.is("Failed") {
             refuse("cannot set Complete=True and Failed=true conditions");
         }
-        if self.turns(&["Complete", "FailureTarget"]) && complete && self.is("FailureTarget") {
+        if self.condition_changes(&["Complete", "FailureTarget"])
+            && complete
+            && self.is("FailureTarget")
+        {
             refuse("cannot set Complete=True and FailureTarget=true conditions");
         }
-        let untold = self.is("Failed") && !self.is("FailureTarget");
-        if untold && (self.turns(&["Failed"]) || self.changes("failedIndexes")) {
+        let unannounced = self.is("Failed") && !self.is("FailureTarget");
+        if unannounced && (self.condition_changes(&["Failed"]) || self.changes("failedIndexes")) {
             refuse("cannot set Failed=True condition without the FailureTarget=true condition");
         }
         let met = self.is("SuccessCriteriaMet");
-        if self.turns(&["Complete", "SuccessCriteriaMet"]) && complete && !met {
+        if self.condition_changes(&["Complete", "SuccessCriteriaMet"]) && complete && !met {
             refuse(
                 "cannot set Complete=True condition without the SuccessCriteriaMet=true condition",
             );
@@ -140,7 +143,7 @@ impl<'a> Write<'a> {
             return;
         }
         for key in ["active", "terminating"] {
-            if (self.ends() || self.changes(key)) && Self::number(self.new, key) > 0 {
+            if (self.finished_changes() || self.changes(key)) && Self::number(self.new, key) > 0 {
                 let why = format!("{key}>0 is invalid for finished job");
                 let field = format!("status.{key}");
                 errors.push(FieldError::invalid(field, &self.new["status"][key], &why));
@@ -148,16 +151,16 @@ impl<'a> Write<'a> {
         }
         let nothing = self.spec("suspend") == Some(&true.into())
             && self.spec("completions") == Some(&0.into());
-        let looked_at = self.ends() || self.changes("startTime");
-        if looked_at && !nothing && at(self.new, &["status", "startTime"]).is_none() {
+        let is_checked = self.finished_changes() || self.changes("startTime");
+        if is_checked && !nothing && at(self.new, &["status", "startTime"]).is_none() {
             let why = "startTime is required for finished job";
             errors.push(FieldError::required("status.startTime", why));
         }
         let key = "uncountedTerminatedPods";
-        let left = ["succeeded", "failed"]
+        let has_uncounted = ["succeeded", "failed"]
             .iter()
             .any(|list_key| !list(self.new, &["status", key, *list_key]).is_empty());
-        if (self.ends() || self.changes(key)) && left {
+        if (self.finished_changes() || self.changes(key)) && has_uncounted {
             errors.push(FieldError::invalid(
                 format!("status.{key}"),
                 &self.new["status"][key],
@@ -176,9 +179,9 @@ impl<'a> Write<'a> {
             let value = &self.new["status"][key];
             errors.push(FieldError::invalid(format!("status.{key}"), value, why));
         };
-        let looked_at = self.turns(&["Complete"]) || self.changes("completionTime");
+        let is_checked = self.condition_changes(&["Complete"]) || self.changes("completionTime");
         let complete = self.is("Complete");
-        if looked_at && end.is_some() && !complete {
+        if is_checked && end.is_some() && !complete {
             let why = "cannot set completionTime when there is no Complete=True condition";
             refuse("completionTime", why);
         }
@@ -204,7 +207,7 @@ impl<'a> Write<'a> {
             let why = "field is immutable for unsuspended job once set";
             refuse("startTime", why);
         }
-        if looked_at && end.is_none() && complete {
+        if is_checked && end.is_none() && complete {
             let why = "completionTime is required for Complete jobs";
             errors.push(FieldError::required("status.completionTime", why));
         }
@@ -222,12 +225,12 @@ impl<'a> Write<'a> {
         let completions = self.spec("completions").and_then(Value::as_i64);
         if let Some(completions) = completions {
             let completions = i32::try_from(completions).unwrap_or(i32::MAX);
-            for (key, text, looked_at) in [
+            for (key, text, is_checked) in [
                 ("completedIndexes", done, changed[0]),
                 ("failedIndexes", lost.filter(|_| per_index), changed[1]),
             ] {
                 let parsed = text.map(|t| Indexes::parse(t, completions));
-                if let (true, Some(Err(why))) = (looked_at, parsed) {
+                if let (true, Some(Err(why))) = (is_checked, parsed) {
                     refuse(key, &format!("error parsing {key}: {why}"));
                 }
             }

@@ -32,7 +32,7 @@ pub fn status(resource: &Resource, old: &Value, new: &Value) -> Errors {
         "ReplicaSet" => counts(new, &mut errors),
         "Job" => super::job_status::job(old, new, &mut errors),
         "Namespace" => {
-            let wanted = if object::deleting(new) {
+            let wanted = if object::is_deleting(new) {
                 "Terminating"
             } else {
                 "Active"
@@ -61,7 +61,7 @@ pub(super) fn finalizers(old: &Value, new: &Value, errors: &mut Errors) {
     let added = list(new, &["metadata", "finalizers"])
         .iter()
         .any(|f| !had.contains(f));
-    if object::deleting(old) && added {
+    if object::is_deleting(old) && added {
         errors.push(FieldError::forbidden(
             "metadata.finalizers",
             "no new finalizers can be added if the object is being deleted",
@@ -185,7 +185,7 @@ fn pod(old: &Value, new: &Value, errors: &mut Errors) {
         let not_ended = not_ended.filter(|is| at(is, &["state", "terminated"]).is_none());
         let not_ended: HashSet<&Value> = not_ended.map(|is| &is["name"]).collect();
         for (i, was) in list(old, &["status", statuses]).iter().enumerate() {
-            if not_ended.contains(&was["name"]) && policies.ended_for_good(was) {
+            if not_ended.contains(&was["name"]) && policies.is_terminal(was) {
                 errors.push(FieldError::forbidden(
                     format!("status.{statuses}[{i}].state"),
                     "may not be transitioned to non-terminated state",
@@ -223,7 +223,7 @@ impl<'a> Policies<'a> {
     }
 
     /// Whether a terminated container is never restarted.
-    fn ended_for_good(&self, status: &Value) -> bool {
+    fn is_terminal(&self, status: &Value) -> bool {
         let Some(terminated) = at(status, &["state", "terminated"]) else {
             return false;
         };

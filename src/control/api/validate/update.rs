@@ -307,7 +307,7 @@ fn gated_update(old: &Value, new: &Value, comparable: &mut Value, errors: &mut E
         ));
     }
     put(comparable, "nodeSelector", old["spec"].get("nodeSelector"));
-    if !narrower(old, new) {
+    if !is_narrower(old, new) {
         errors.push(FieldError::invalid(
             "spec.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution",
             at(new, &REQUIRED).unwrap_or(&Value::Null),
@@ -347,7 +347,7 @@ fn others(affinity: &Value) -> Vec<&String> {
 
 /// Whether a pod's new required node affinity selects only nodes that the old one selects. Its terms are alternatives;
 /// all expressions of a term must match.
-fn narrower(old: &Value, new: &Value) -> bool {
+fn is_narrower(old: &Value, new: &Value) -> bool {
     let terms = |pod| at(pod, &REQUIRED).map(|required| list(required, &["nodeSelectorTerms"]));
     let Some(before) = terms(old) else {
         return true;

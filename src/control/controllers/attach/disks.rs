@@ -8,7 +8,7 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod};
 use kube::ResourceExt as _;
 
-use super::{claimed, in_use, listed, placed};
+use super::{bound_pods, claimed, in_use, listed};
 use crate::core::pod;
 use crate::core::volume::disks;
 
@@ -21,7 +21,7 @@ struct Need<'a> {
     /// The volume's unique name in the node's status.
     unique: String,
     /// No other node may use the disk at the same time.
-    alone: bool,
+    exclusive: bool,
 }
 
 /// Whether a unique name belongs to such a disk.
@@ -58,7 +58,7 @@ fn needs<'a>(
     volumes: &[Arc<PersistentVolume>],
 ) -> Vec<Need<'a>> {
     let mut needs = vec![];
-    for (pod, node) in placed(pods) {
+    for (pod, node) in bound_pods(pods) {
         for volume in pod::spec(pod).volumes.iter().flatten() {
             let iscsi = volume.iscsi.as_ref();
             let iscsi = iscsi.map(|s| disks::iscsi_name(&s.target_portal, &s.iqn, s.lun));
@@ -68,7 +68,7 @@ fn needs<'a>(
                     node,
                     volume: volume.name.clone(),
                     unique,
-                    alone: false,
+                    exclusive: false,
                 });
             }
         }
@@ -79,7 +79,7 @@ fn needs<'a>(
                     node,
                     volume: volume.name_any(),
                     unique,
-                    alone: is_for_one_node(volume),
+                    exclusive: is_for_one_node(volume),
                 });
             }
         }
@@ -91,7 +91,7 @@ fn needs<'a>(
 pub(super) type Lists = BTreeMap<String, BTreeSet<String>>;
 
 /// An event: a pod, a reason and a message.
-pub(super) type News = (Arc<Pod>, &'static str, String);
+pub(super) type PodEvent = (Arc<Pod>, &'static str, String);
 
 /// Decides which disks each node's status lists, and the events for pending pods.
 pub(super) fn decide(
@@ -99,7 +99,7 @@ pub(super) fn decide(
     claims: &[Arc<PersistentVolumeClaim>],
     volumes: &[Arc<PersistentVolume>],
     nodes: &[Arc<Node>],
-) -> (Lists, Vec<News>) {
+) -> (Lists, Vec<PodEvent>) {
     let needs = needs(pods, claims, volumes);
     let mut lists = Lists::new();
     // A disk that a node lists or uses is not assigned to another node.
@@ -119,7 +119,7 @@ pub(super) fn decide(
             taken.insert((unique.to_owned(), name.clone()));
         }
     }
-    let mut news = vec![];
+    let mut events = vec![];
     for need in &needs {
         let Some(list) = lists.get_mut(need.node) else {
             continue;
@@ -127,24 +127,24 @@ pub(super) fn decide(
         let elsewhere =
             |(unique, node): &(String, String)| *unique == need.unique && node != need.node;
         let volume = &need.volume;
-        if !list.contains(&need.unique) && need.alone && taken.iter().any(elsewhere) {
+        if !list.contains(&need.unique) && need.exclusive && taken.iter().any(elsewhere) {
             let message = format!(
                 "Multi-Attach error for volume {volume:?} Volume is already exclusively attached to one node and can't be attached to another"
             );
-            news.push((Arc::clone(need.pod), "FailedAttachVolume", message));
+            events.push((Arc::clone(need.pod), "FailedAttachVolume", message));
             continue;
         }
         list.insert(need.unique.clone());
         taken.insert((need.unique.clone(), need.node.to_owned()));
         let message = format!("AttachVolume.Attach succeeded for volume {volume:?} ");
-        news.push((Arc::clone(need.pod), "SuccessfulAttachVolume", message));
+        events.push((Arc::clone(need.pod), "SuccessfulAttachVolume", message));
     }
-    news.retain(|(pod, ..)| pod::phase(pod) == "Pending");
-    (lists, news)
+    events.retain(|(pod, ..)| pod::phase(pod) == "Pending");
+    (lists, events)
 }
 
 /// Whether any such disk exists.
-pub(super) fn are_there(
+pub(super) fn has_disks(
     pods: &[Arc<Pod>],
     volumes: &[Arc<PersistentVolume>],
     nodes: &[Arc<Node>],
@@ -206,14 +206,14 @@ mod tests {
         nodes: &[Arc<Node>],
     ) -> (Vec<(String, Vec<String>)>, Vec<&'static str>) {
         let (claim, volume) = persistent(modes);
-        assert!(are_there(pods, std::slice::from_ref(&volume), nodes));
-        let (lists, news) = decide(pods, &[claim], &[volume], nodes);
+        assert!(has_disks(pods, std::slice::from_ref(&volume), nodes));
+        let (lists, events) = decide(pods, &[claim], &[volume], nodes);
         let lists = lists
             .into_iter()
             .map(|(node, names)| (node, names.into_iter().collect()));
         (
             lists.collect(),
-            news.into_iter().map(|(_, reason, _)| reason).collect(),
+            events.into_iter().map(|(_, reason, _)| reason).collect(),
         )
     }
 
@@ -229,12 +229,12 @@ mod tests {
             ]
         };
         let (attached, refused) = ("SuccessfulAttachVolume", "FailedAttachVolume");
-        let alone: &[&str] = &["ReadWriteOnce"];
+        let exclusive: &[&str] = &["ReadWriteOnce"];
         // Both pods need the disk at the same time: the first gets it.
         let free = [node("one", &[], &[]), node("two", &[], &[])];
         let both = [first, Arc::clone(&second)];
         assert_eq!(
-            decided(&both, alone, &free),
+            decided(&both, exclusive, &free),
             (on(&disk, &none), vec![attached, refused])
         );
         let many: &[&str] = &["ReadWriteOnce", "ReadOnlyMany"];
@@ -253,7 +253,7 @@ mod tests {
         ] {
             let nodes = [node("one", &in_use, &listed), node("two", &[], &[])];
             assert_eq!(
-                decided(&only, alone, &nodes),
+                decided(&only, exclusive, &nodes),
                 expected,
                 "{in_use:?} {listed:?}"
             );
@@ -264,12 +264,15 @@ mod tests {
     fn inline_disks_of_pods_are_listed_by_their_unique_volume_names() {
         let fc = json!({"name": "f", "fc": {"targetWWNs": ["a1", "a2"], "lun": 2}});
         let nodes = [node("one", &[], &[DISK, "kubernetes.io/csi/d^h"])];
-        let (lists, news) = decide(&[pod("p", "one", fc)], &[], &[], &nodes);
+        let (lists, events) = decide(&[pod("p", "one", fc)], &[], &[], &nodes);
         let expected = BTreeSet::from(["kubernetes.io/fc/[a1 a2]:2".to_owned()]);
         assert_eq!(
             lists["one"], expected,
             "disks that no pod needs are removed from the list"
         );
-        assert_eq!(news[0].2, "AttachVolume.Attach succeeded for volume \"f\" ");
+        assert_eq!(
+            events[0].2,
+            "AttachVolume.Attach succeeded for volume \"f\" "
+        );
     }
 }

@@ -17,12 +17,12 @@ use crate::core::schedule::Schedule;
 /// Annotation of a job with its scheduled time.
 const SCHEDULED: &str = "batch.kubernetes.io/cronjob-scheduled-timestamp";
 /// Number of missed times above which an event is emitted.
-const MANY: i64 = 100;
+const MANY_MISSED: i64 = 100;
 /// Delay of the reconciliation after a scheduled time, because clocks differ slightly.
-const LATER: SignedDuration = SignedDuration::from_millis(100);
+const WAKE_DELAY: SignedDuration = SignedDuration::from_millis(100);
 
 /// The observed state.
-pub(super) struct Seen<'a> {
+pub(super) struct Observed<'a> {
     pub cron: &'a CronJob,
     /// The jobs that the CronJob controls.
     pub jobs: Vec<&'a Job>,
@@ -59,25 +59,25 @@ struct Due {
 }
 
 /// Decides the next steps.
-pub(super) fn decide(seen: &Seen<'_>) -> Plan {
+pub(super) fn decide(observed: &Observed<'_>) -> Plan {
     let mut plan = Plan {
-        status: seen.cron.status.clone().unwrap_or_default(),
+        status: observed.cron.status.clone().unwrap_or_default(),
         ..Plan::default()
     };
-    account(seen, &mut plan);
-    if seen.cron.metadata.deletion_timestamp.is_none() {
-        start(seen, &mut plan);
+    update_status(observed, &mut plan);
+    if observed.cron.metadata.deletion_timestamp.is_none() {
+        start(observed, &mut plan);
     }
-    clean(seen, &mut plan);
+    clean(observed, &mut plan);
     plan
 }
 
 /// Updates the list of active jobs and the time of the last success.
-fn account(seen: &Seen<'_>, plan: &mut Plan) {
+fn update_status(observed: &Observed<'_>, plan: &mut Plan) {
     let mut active = plan.status.active.take().unwrap_or_default();
     let listed =
         |active: &[ObjectReference], job: &Job| active.iter().any(|a| a.uid == job.metadata.uid);
-    for job in &seen.jobs {
+    for job in &observed.jobs {
         let name = job.name_any();
         match ended_with(job) {
             None if !listed(&active, job) => {
@@ -100,7 +100,7 @@ fn account(seen: &Seen<'_>, plan: &mut Plan) {
         }
     }
     active.retain(|a| {
-        let there = seen.jobs.iter().any(|j| j.metadata.uid == a.uid);
+        let there = observed.jobs.iter().any(|j| j.metadata.uid == a.uid);
         if !there {
             let name = a.name.as_deref().unwrap_or_default();
             plan.events
@@ -112,9 +112,9 @@ fn account(seen: &Seen<'_>, plan: &mut Plan) {
 }
 
 /// Decides whether to create a job now.
-fn start(seen: &Seen<'_>, plan: &mut Plan) {
-    let spec = &seen.cron.spec;
-    let zone = match &seen.zone {
+fn start(observed: &Observed<'_>, plan: &mut Plan) {
+    let spec = &observed.cron.spec;
+    let zone = match &observed.zone {
         Ok(zone) => zone,
         Err(why) => {
             let name = spec.time_zone.as_deref().unwrap_or_default();
@@ -134,23 +134,23 @@ fn start(seen: &Seen<'_>, plan: &mut Plan) {
             return;
         }
     };
-    let due = due(seen, &schedule, zone, true);
-    plan.wake = wake(seen, &schedule, zone);
+    let due = due(observed, &schedule, zone, true);
+    plan.wake = wake(observed, &schedule, zone);
     let Some(time) = due.last else { return };
-    if due.missed > MANY {
+    if due.missed > MANY_MISSED {
         let what = "too many missed start times. Set or decrease .spec.startingDeadlineSeconds or check clock skew";
         plan.events.push(("TooManyMissedTimes", what.into()));
     }
     let deadline = spec
         .starting_deadline_seconds
         .map(SignedDuration::from_secs);
-    if deadline.is_some_and(|most| seen.now.duration_since(time) > most) {
+    if deadline.is_some_and(|most| observed.now.duration_since(time) > most) {
         let when = time.strftime("%a, %d %b %Y %H:%M:%S +0000");
         let what = format!("Missed scheduled time to start a job: {when}");
         plan.events.push(("MissSchedule", what));
         return;
     }
-    let name = job_name(seen.cron, time);
+    let name = job_name(observed.cron, time);
     let active = plan.status.active.as_deref().unwrap_or_default();
     let begun = plan.status.last_schedule_time == Some(Time(time))
         || active.iter().any(|a| a.name.as_ref() == Some(&name));
@@ -170,21 +170,23 @@ fn start(seen: &Seen<'_>, plan: &mut Plan) {
         }
         _ => {}
     }
-    plan.start = Some((time, Box::new(job(seen.cron, name, time, zone))));
+    plan.start = Some((time, Box::new(job(observed.cron, name, time, zone))));
 }
 
 /// The scheduled times between the last one and now. With `late`, times beyond the starting deadline are skipped.
-fn due(seen: &Seen<'_>, schedule: &Schedule, zone: &TimeZone, late: bool) -> Due {
-    let cron = seen.cron;
+fn due(observed: &Observed<'_>, schedule: &Schedule, zone: &TimeZone, late: bool) -> Due {
+    let cron = observed.cron;
     let created = cron.metadata.creation_timestamp.as_ref();
     let last = cron
         .status
         .as_ref()
         .and_then(|s| s.last_schedule_time.as_ref());
-    let mut since = last.or(created).map_or(seen.now, |t| t.0);
+    let mut since = last.or(created).map_or(observed.now, |t| t.0);
     let deadline = cron.spec.starting_deadline_seconds;
     if let Some(deadline) = deadline.filter(|_| late) {
-        let earliest = seen.now.checked_sub(SignedDuration::from_secs(deadline));
+        let earliest = observed
+            .now
+            .checked_sub(SignedDuration::from_secs(deadline));
         since = since.max(earliest.unwrap_or(Timestamp::MIN));
     }
     let none = Due {
@@ -192,7 +194,7 @@ fn due(seen: &Seen<'_>, schedule: &Schedule, zone: &TimeZone, late: bool) -> Due
         missed: 0,
         since,
     };
-    let next = |after: Timestamp| schedule.next(after, zone).filter(|t| *t <= seen.now);
+    let next = |after: Timestamp| schedule.next(after, zone).filter(|t| *t <= observed.now);
     let Some(first) = next(since) else {
         return none;
     };
@@ -206,7 +208,7 @@ fn due(seen: &Seen<'_>, schedule: &Schedule, zone: &TimeZone, late: bool) -> Due
     // Long intervals are not enumerated: the distance of the first two times gives an
     // estimate from which the last ones are found.
     let pause = second.duration_since(first).as_secs().max(1);
-    let missed = seen.now.duration_since(first).as_secs() / pause + 1;
+    let missed = observed.now.duration_since(first).as_secs() / pause + 1;
     let skipped = SignedDuration::from_secs((missed - 2).saturating_mul(pause));
     let mut last = first.checked_add(skipped).ok().and_then(next);
     while let Some(later) = last.and_then(next) {
@@ -220,14 +222,14 @@ fn due(seen: &Seen<'_>, schedule: &Schedule, zone: &TimeZone, late: bool) -> Due
 }
 
 /// The time until the next scheduled time.
-fn wake(seen: &Seen<'_>, schedule: &Schedule, zone: &TimeZone) -> Option<Duration> {
-    let due = due(seen, schedule, zone, false);
+fn wake(observed: &Observed<'_>, schedule: &Schedule, zone: &TimeZone) -> Option<Duration> {
+    let due = due(observed, schedule, zone, false);
     let from = match due.last {
         Some(last) => last,
         None if due.missed == 0 => due.since,
-        None => seen.now,
+        None => observed.now,
     };
-    let left = schedule.next(from, zone)?.duration_since(seen.now) + LATER;
+    let left = schedule.next(from, zone)?.duration_since(observed.now) + WAKE_DELAY;
     Some(Duration::try_from(left).unwrap_or(Duration::ZERO))
 }
 
@@ -262,14 +264,14 @@ fn job(cron: &CronJob, name: String, time: Timestamp, zone: &TimeZone) -> Job {
 }
 
 /// Deletes finished jobs beyond the history limits, oldest first.
-fn clean(seen: &Seen<'_>, plan: &mut Plan) {
-    let spec = &seen.cron.spec;
+fn clean(observed: &Observed<'_>, plan: &mut Plan) {
+    let spec = &observed.cron.spec;
     for (kind, most) in [
         ("Complete", spec.successful_jobs_history_limit),
         ("Failed", spec.failed_jobs_history_limit),
     ] {
         let Some(most) = most else { continue };
-        let mut ended: Vec<&Job> = seen
+        let mut ended: Vec<&Job> = observed
             .jobs
             .iter()
             .copied()
@@ -319,7 +321,7 @@ mod tests {
     }
 
     fn plan(cron: &CronJob, jobs: &[Job], now: &str) -> Plan {
-        decide(&Seen {
+        decide(&Observed {
             cron,
             jobs: jobs.iter().collect(),
             zone: Ok(TimeZone::UTC),
@@ -377,7 +379,7 @@ mod tests {
             json!({"schedule": "0 2 * * *", "timeZone": "Europe/Vienna"}),
             json!({}),
         );
-        let plan = decide(&Seen {
+        let plan = decide(&Observed {
             cron: &cron,
             jobs: vec![],
             zone: TimeZone::posix("CET-1").map_err(|e| e.to_string()),
@@ -394,7 +396,7 @@ mod tests {
             ("2", "2026-01-01T02:00:00+01:00")
         );
         assert_eq!(job.owner_references()[0].uid, "u");
-        let lost = decide(&Seen {
+        let lost = decide(&Observed {
             cron: &cron,
             jobs: vec![],
             zone: Err("none".into()),

@@ -19,11 +19,11 @@ use super::{Caches, Pending, any_change, controller_of, event};
 use crate::kubeapi::Api;
 use crate::kubeapi::cache::{Key, key, revision};
 use crate::kubeapi::client::code;
-use decide::{Plan, Seen, decide};
+use decide::{Observed, Plan, decide};
 
 const COMPONENT: &str = "cronjob-controller";
 /// Maximum time between reconciliations without changes.
-const IDLE: Duration = Duration::from_secs(30);
+const MAX_WAIT: Duration = Duration::from_secs(30);
 
 /// Writes that are not visible in the caches yet. CronJobs and jobs are kept separately, because they may share names.
 #[derive(Default)]
@@ -65,16 +65,16 @@ pub(super) async fn run(client: Client, caches: Caches) {
                 .uid
                 .as_ref()
                 .is_some_and(|uid| settled.contains(uid));
-            turn(&client, &written, (cron, ready), &jobs)
+            reconcile(&client, &written, (cron, ready), &jobs)
         });
         let waits = futures::future::join_all(work).await;
-        let most = waits.into_iter().flatten().fold(IDLE, Duration::min);
+        let most = waits.into_iter().flatten().fold(MAX_WAIT, Duration::min);
         any_change(&mut changes, most).await;
     }
 }
 
 /// Reconciles one CronJob. Returns the maximum time until the next reconciliation.
-async fn turn(
+async fn reconcile(
     client: &Client,
     written: &Written,
     (cron, settled): (&CronJob, bool),
@@ -87,14 +87,14 @@ async fn turn(
     let own = jobs.iter().filter(|job| {
         job.metadata.namespace == cron.metadata.namespace && controller_of(&***job) == Some(&*uid)
     });
-    let seen = Seen {
+    let observed = Observed {
         cron,
         jobs: own.map(|j| &**j).collect(),
         zone: zone(cron),
         now: Timestamp::now(),
     };
-    let plan = decide(&seen);
-    match carry_out(client, written, cron, plan).await {
+    let plan = decide(&observed);
+    match execute(client, written, cron, plan).await {
         Ok(wake) => wake,
         Err(error) => {
             tracing::debug!(%error, name = cron.name_any(), "reconcile of a CronJob failed, retrying");
@@ -112,7 +112,7 @@ fn zone(cron: &CronJob) -> Result<TimeZone, String> {
     )
 }
 
-async fn carry_out(
+async fn execute(
     client: &Client,
     written: &Written,
     cron: &CronJob,
@@ -131,7 +131,7 @@ async fn carry_out(
     if let Some((time, job)) = plan.start.take() {
         match create(client, &api, cron, &job).await {
             Ok(Some(job)) => {
-                written.jobs.wrote(&uid, &job);
+                written.jobs.record_write(&uid, &job);
                 let active = plan.status.active.get_or_insert_default();
                 if active.iter().all(|a| a.uid != job.metadata.uid) {
                     active.push(reference(&job));
@@ -152,7 +152,7 @@ async fn carry_out(
         let parameters = PostParams::default();
         let name = cron.name_any();
         let cron = crons.replace_status(&name, &parameters, &new).await?;
-        written.crons.wrote(&uid, &cron);
+        written.crons.record_write(&uid, &cron);
     }
     failure.map_or(Ok(plan.wake), Err)
 }
@@ -195,7 +195,7 @@ async fn delete(
         Ok(deleted) => {
             let uid = cron.uid().unwrap_or_default();
             if let Some(job) = deleted {
-                written.jobs.deleted(&uid, &job);
+                written.jobs.record_deletion(&uid, &job);
             }
             let message = format!("Deleted job {name}");
             emit_event(client, cron, "SuccessfulDelete", message).await;

@@ -22,12 +22,12 @@ use crate::core::indexes::Indexes;
 use crate::core::pod;
 
 /// Maximum number of pods to create or delete in one reconciliation.
-const MOST_AT_ONCE: usize = 500;
+const MAX_PODS_AT_ONCE: usize = 500;
 /// Maximum number of uncounted pods in a status.
-const MOST_UNCOUNTED: usize = 500;
+const MAX_UNCOUNTED: usize = 500;
 
 /// The observed state.
-pub(super) struct Seen<'a> {
+pub(super) struct Observed<'a> {
     pub job: &'a Job,
     /// The pods that the job controls.
     pub pods: Vec<&'a Pod>,
@@ -42,7 +42,7 @@ pub(super) struct Seen<'a> {
 pub(super) struct Surplus {
     pub name: String,
     /// Whether to remove its finalizer first, because its termination is not counted.
-    pub forgotten: bool,
+    pub untracked: bool,
 }
 
 /// The steps to take, in this order.
@@ -64,15 +64,15 @@ pub(super) struct Plan {
 
 /// Why a job ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct End {
+struct Outcome {
     succeeded: bool,
     reason: String,
     message: String,
 }
 
-impl End {
-    fn failure(reason: &str, message: &str) -> Option<End> {
-        Some(End {
+impl Outcome {
+    fn failure(reason: &str, message: &str) -> Option<Outcome> {
+        Some(Outcome {
             succeeded: false,
             reason: reason.into(),
             message: message.into(),
@@ -81,8 +81,8 @@ impl End {
 }
 
 /// The state of one reconciliation.
-struct Turn<'a> {
-    seen: &'a Seen<'a>,
+struct Reconciliation<'a> {
+    observed: &'a Observed<'a>,
     spec: &'a JobSpec,
     /// The stored status.
     before: &'a JobStatus,
@@ -136,71 +136,75 @@ pub(super) fn expires(job: &Job, now: Timestamp) -> Option<Duration> {
 }
 
 /// Decides the next steps. A job without a spec, or a finished one, stays unchanged.
-pub(super) fn decide(seen: &Seen<'_>) -> Plan {
-    let before = seen.job.status.clone().unwrap_or_default();
+pub(super) fn decide(observed: &Observed<'_>) -> Plan {
+    let before = observed.job.status.clone().unwrap_or_default();
     let mut plan = Plan {
         status: before.clone(),
-        backoff: seen.backoff,
+        backoff: observed.backoff,
         ..Plan::default()
     };
-    let Some(spec) = seen
+    let Some(spec) = observed
         .job
         .spec
         .as_ref()
-        .filter(|_| finished(seen.job).is_none())
+        .filter(|_| finished(observed.job).is_none())
     else {
         return plan;
     };
-    let mut turn = Turn::new(seen, spec, &before);
-    plan.backoff = turn.count_new();
-    if plan.status.start_time.is_none() && !turn.suspended {
-        plan.status.start_time = Some(Time(seen.now));
+    let mut reconciliation = Reconciliation::new(observed, spec, &before);
+    plan.backoff = reconciliation.count_new();
+    if plan.status.start_time.is_none() && !reconciliation.suspended {
+        plan.status.start_time = Some(Time(observed.now));
     }
-    turn.count_indexes();
-    let mut end = turn.end();
-    let mut active = turn.active.clone();
+    reconciliation.count_indexes();
+    let mut end = reconciliation.outcome();
+    let mut active = reconciliation.active.clone();
     if end.is_some() {
         plan.delete = active
             .drain(..)
             .map(|pod| Surplus {
                 name: pod.name_any(),
-                forgotten: false,
+                untracked: false,
             })
             .collect();
     } else {
-        plan.wake = turn.deadline();
-        let managed = seen.job.metadata.deletion_timestamp.is_none();
+        plan.wake = reconciliation.deadline();
+        let managed = observed.job.metadata.deletion_timestamp.is_none();
         if managed {
-            turn.manage(&mut plan, &mut active);
+            reconciliation.manage(&mut plan, &mut active);
         }
         let running = active.len() + plan.create.len();
-        if turn.reached(running) {
-            end = Some(End {
+        if reconciliation.is_complete(running) {
+            end = Some(Outcome {
                 succeeded: true,
                 reason: "CompletionsReached".into(),
                 message: "Reached expected number of succeeded pods".into(),
             });
         } else if managed {
-            turn.suspension(&mut plan);
+            reconciliation.suspension(&mut plan);
         }
     }
-    turn.counts(&mut plan, &active);
-    turn.track(&mut plan, end.as_ref());
+    reconciliation.update_counts(&mut plan, &active);
+    reconciliation.track(&mut plan, end.as_ref());
     if let Some(end) = end {
-        turn.conclude(&mut plan, end);
+        reconciliation.report_end(&mut plan, end);
     }
     plan
 }
 
-impl<'a> Turn<'a> {
-    fn new(seen: &'a Seen<'a>, spec: &'a JobSpec, before: &'a JobStatus) -> Turn<'a> {
-        let active = |p: &&Pod| !pod::is_terminal(p) && !pods::deleting(p);
-        Turn {
-            seen,
+impl<'a> Reconciliation<'a> {
+    fn new(
+        observed: &'a Observed<'a>,
+        spec: &'a JobSpec,
+        before: &'a JobStatus,
+    ) -> Reconciliation<'a> {
+        let active = |p: &&Pod| !pod::is_terminal(p) && !pods::is_deleting(p);
+        Reconciliation {
+            observed,
             spec,
             before,
             suspended: spec.suspend == Some(true),
-            active: seen.pods.iter().copied().filter(active).collect(),
+            active: observed.pods.iter().copied().filter(active).collect(),
             uncounted: before.uncounted_terminated_pods.clone().unwrap_or_default(),
             succeeded: 0,
             failed: 0,
@@ -210,15 +214,15 @@ impl<'a> Turn<'a> {
         }
     }
 
-    fn indexed(&self) -> bool {
+    fn is_indexed(&self) -> bool {
         self.spec.completion_mode.as_deref() == Some("Indexed")
     }
 
     /// The pods that are not counted yet; for an indexed job, those with a valid index.
     fn tracked(&self) -> impl Iterator<Item = &'a Pod> {
-        let (spec, indexed) = (self.spec, self.indexed());
-        let pods = self.seen.pods.iter().copied();
-        pods.filter(move |p| pods::tracked(p) && (!indexed || pods::index(spec, p).is_some()))
+        let (spec, indexed) = (self.spec, self.is_indexed());
+        let pods = self.observed.pods.iter().copied();
+        pods.filter(move |p| pods::is_tracked(p) && (!indexed || pods::index(spec, p).is_some()))
     }
 
     /// Counts succeeded and failed pods. Returns the failures including the new ones.
@@ -229,10 +233,10 @@ impl<'a> Turn<'a> {
             self.tracked().filter(new).collect()
         };
         let succeeded = new(&self.uncounted.succeeded, &|p| pod::phase(p) == "Succeeded");
-        let failed = new(&self.uncounted.failed, &|p| pods::failed(self.spec, p));
+        let failed = new(&self.uncounted.failed, &|p| pods::has_failed(self.spec, p));
         let counted: Vec<_> = failed
             .iter()
-            .filter(|p| verdict(self.spec, p).counts())
+            .filter(|p| verdict(self.spec, p).is_counted())
             .collect();
         let named = |list: &Option<Vec<String>>| list.as_deref().map_or(0, count);
         let (before, uncounted) = (self.before, &self.uncounted);
@@ -248,11 +252,11 @@ impl<'a> Turn<'a> {
             of(before.failed, count(&counted), named(&uncounted.failed)),
         );
         (self.succeeded, self.failed) = (done, lost);
-        self.seen.backoff.with(&succeeded, &failed)
+        self.observed.backoff.with(&succeeded, &failed)
     }
 
     fn count_indexes(&mut self) {
-        if !self.indexed() {
+        if !self.is_indexed() {
             return;
         }
         let spec = self.spec;
@@ -296,7 +300,7 @@ impl<'a> Turn<'a> {
             (failed.saturating_add(ignored), backoff::finished(pod))
         };
         let mut awaiting: BTreeMap<i32, &Pod> = BTreeMap::new();
-        for pod in self.tracked().filter(|p| pods::failed(spec, p)) {
+        for pod in self.tracked().filter(|p| pods::has_failed(spec, p)) {
             let Some(index) = pods::index(spec, pod).filter(|i| !settled.contains(*i)) else {
                 continue;
             };
@@ -309,10 +313,10 @@ impl<'a> Turn<'a> {
     }
 
     /// Whether the job ends: according to its status, its failures, or its success policy.
-    fn end(&self) -> Option<End> {
+    fn outcome(&self) -> Option<Outcome> {
         for (kind, succeeded) in [("SuccessCriteriaMet", true), ("FailureTarget", false)] {
             if let Some(noted) = condition(self.before, kind) {
-                return Some(End {
+                return Some(Outcome {
                     succeeded,
                     reason: noted.reason.clone().unwrap_or_default(),
                     message: noted.message.clone().unwrap_or_default(),
@@ -320,21 +324,25 @@ impl<'a> Turn<'a> {
             }
         }
         let spec = self.spec;
-        let failed = self.seen.pods.iter().filter(|p| pods::failed(spec, p));
+        let failed = self
+            .observed
+            .pods
+            .iter()
+            .filter(|p| pods::has_failed(spec, p));
         let verdicts = failed.map(|p| verdict(spec, p));
         for verdict in verdicts {
             if let Verdict::FailJob(why) = verdict {
-                return End::failure("PodFailurePolicy", &why);
+                return Outcome::failure("PodFailurePolicy", &why);
             }
         }
         if self.failed > spec.backoff_limit.unwrap_or(6) || self.restarted_too_often() {
-            return End::failure(
+            return Outcome::failure(
                 "BackoffLimitExceeded",
                 "Job has reached the specified backoff limit",
             );
         }
         if self.deadline().is_some_and(|left| left.is_zero()) {
-            return End::failure(
+            return Outcome::failure(
                 "DeadlineExceeded",
                 "Job was active longer than specified deadline",
             );
@@ -342,16 +350,16 @@ impl<'a> Turn<'a> {
         let indexes = self.indexes.as_ref()?;
         if let Some(lost) = self.failed_indexes.as_ref().map(Indexes::total) {
             if spec.max_failed_indexes.is_some_and(|most| lost > most) {
-                return End::failure(
+                return Outcome::failure(
                     "MaxFailedIndexesExceeded",
                     "Job has exceeded the specified maximal number of failed indexes",
                 );
             }
             if lost > 0 && lost + indexes.total() >= spec.completions.unwrap_or(0) {
-                return End::failure("FailedIndexes", "Job has failed indexes");
+                return Outcome::failure("FailedIndexes", "Job has failed indexes");
             }
         }
-        policy::enough(spec, indexes).map(|message| End {
+        policy::enough(spec, indexes).map(|message| Outcome {
             succeeded: true,
             reason: "SuccessPolicy".into(),
             message,
@@ -364,7 +372,7 @@ impl<'a> Turn<'a> {
         if template.and_then(|s| s.restart_policy.as_deref()) != Some("OnFailure") {
             return false;
         }
-        let running = self.seen.pods.iter().filter(|p| !pod::is_terminal(p));
+        let running = self.observed.pods.iter().filter(|p| !pod::is_terminal(p));
         let statuses = running.filter_map(|p| p.status.as_ref());
         let containers = statuses.flat_map(|s| {
             let first = s.init_container_statuses.iter().flatten();
@@ -381,17 +389,17 @@ impl<'a> Turn<'a> {
             .before
             .start_time
             .as_ref()
-            .map_or(self.seen.now, |t| t.0);
+            .map_or(self.observed.now, |t| t.0);
         if self.suspended {
             return None;
         }
-        let active = self.seen.now.duration_since(start);
+        let active = self.observed.now.duration_since(start);
         let left = SignedDuration::from_secs(seconds).saturating_sub(active);
         Some(Duration::try_from(left).unwrap_or(Duration::ZERO))
     }
 
     /// Whether enough pods have succeeded, and none is active.
-    fn reached(&self, running: usize) -> bool {
+    fn is_complete(&self, running: usize) -> bool {
         let wanted = self.spec.completions.unwrap_or(1);
         self.succeeded >= wanted && running == 0
     }
@@ -413,7 +421,7 @@ impl<'a> Turn<'a> {
                 .iter()
                 .map(|pod| Surplus {
                     name: pod.name_any(),
-                    forgotten: true,
+                    untracked: true,
                 })
                 .collect();
             return;
@@ -422,7 +430,7 @@ impl<'a> Turn<'a> {
         if pods::replaces_ended_only(self.spec) {
             missing -= self.terminating();
         }
-        let missing = usize::try_from(missing).unwrap_or(0).min(MOST_AT_ONCE);
+        let missing = usize::try_from(missing).unwrap_or(0).min(MAX_PODS_AT_ONCE);
         if missing > 0 {
             let (create, wait) = self.create(missing, plan.backoff);
             plan.create = create;
@@ -431,17 +439,17 @@ impl<'a> Turn<'a> {
     }
 
     fn terminating(&self) -> i32 {
-        let pods = self.seen.pods.iter();
-        let terminating = pods.filter(|p| pods::deleting(p) && !pod::is_terminal(p));
+        let pods = self.observed.pods.iter();
+        let terminating = pods.filter(|p| pods::is_deleting(p) && !pod::is_terminal(p));
         i32::try_from(terminating.count()).unwrap_or(i32::MAX)
     }
 
     /// The surplus pods: for an indexed job, those without a unique valid index first; then by deletion rank.
     fn surplus(&self, active: &[&'a Pod], at_least: usize) -> Vec<&'a Pod> {
         let mut ranked = active.to_vec();
-        ranked.sort_by_cached_key(|p| deletion_rank(p, self.seen.now));
+        ranked.sort_by_cached_key(|p| deletion_rank(p, self.observed.now));
         let mut surplus = vec![];
-        if self.indexed() {
+        if self.is_indexed() {
             // If several pods have the same index, the one with the highest rank stays.
             let mut taken = HashSet::new();
             let mut left = vec![];
@@ -456,7 +464,7 @@ impl<'a> Turn<'a> {
         let more = at_least.saturating_sub(surplus.len());
         surplus.extend(ranked.into_iter().take(more));
         if !self.suspended {
-            surplus.truncate(MOST_AT_ONCE);
+            surplus.truncate(MAX_PODS_AT_ONCE);
         }
         surplus
     }
@@ -464,11 +472,11 @@ impl<'a> Turn<'a> {
     /// The missing pods to create now, and the wait for those in back-off.
     fn create(&self, missing: usize, backoff: Backoff) -> (Vec<New>, Option<Duration>) {
         let per_index = self.failed_indexes.is_some();
-        let wait = backoff.remaining(self.seen.now);
+        let wait = backoff.remaining(self.observed.now);
         if !per_index && !wait.is_zero() {
             return (vec![], Some(wait));
         }
-        if !self.indexed() {
+        if !self.is_indexed() {
             return (vec![New::default(); missing], None);
         }
         let mut create = vec![];
@@ -479,7 +487,7 @@ impl<'a> Turn<'a> {
             let wait = replaced.map_or(Duration::ZERO, |pod| {
                 let all = failures.0.saturating_add(failures.1);
                 let all = u32::try_from(all).unwrap_or(0);
-                backoff::remaining(all, backoff::finished(pod), self.seen.now)
+                backoff::remaining(all, backoff::finished(pod), self.observed.now)
             });
             if per_index && !wait.is_zero() {
                 waits.push(wait);
@@ -500,8 +508,8 @@ impl<'a> Turn<'a> {
             taken.extend(lost);
         }
         let ended_only = pods::replaces_ended_only(self.spec);
-        for pod in &self.seen.pods {
-            let counts = !pod::is_terminal(pod) && (ended_only || !pods::deleting(pod));
+        for pod in &self.observed.pods {
+            let counts = !pod::is_terminal(pod) && (ended_only || !pods::is_deleting(pod));
             if let Some(index) = pods::index(self.spec, pod).filter(|_| counts) {
                 taken.insert(index);
             }
@@ -516,16 +524,16 @@ impl<'a> Turn<'a> {
         } else {
             ("False", "JobResumed", "Resumed", "Job resumed")
         };
-        if !self.note(&mut plan.status, "Suspended", status, reason, message) {
+        if !self.set_condition(&mut plan.status, "Suspended", status, reason, message) {
             return;
         }
         // The time while a job is suspended does not count towards its deadline.
-        plan.status.start_time = (!self.suspended).then_some(Time(self.seen.now));
+        plan.status.start_time = (!self.suspended).then_some(Time(self.observed.now));
         plan.events.push((event.into(), message.into()));
     }
 
     /// Sets a condition; returns false if nothing changes. A condition that is not true is not added.
-    fn note(
+    fn set_condition(
         &self,
         status: &mut JobStatus,
         kind: &str,
@@ -538,8 +546,8 @@ impl<'a> Turn<'a> {
             status: value.into(),
             reason: Some(reason.into()),
             message: Some(message.into()),
-            last_probe_time: Some(Time(self.seen.now)),
-            last_transition_time: Some(Time(self.seen.now)),
+            last_probe_time: Some(Time(self.observed.now)),
+            last_transition_time: Some(Time(self.observed.now)),
         };
         let conditions = status.conditions.get_or_insert_default();
         match conditions.iter_mut().find(|c| c.type_ == kind) {
@@ -568,50 +576,50 @@ impl<'a> Turn<'a> {
     }
 
     /// Updates the pod counts to the state after the plan is executed.
-    fn counts(&self, plan: &mut Plan, active: &[&Pod]) {
+    fn update_counts(&self, plan: &mut Plan, active: &[&Pod]) {
         let some = |n: i32| (n != 0).then_some(n);
-        let ready = active.iter().filter(|p| pods::ready(p)).count();
+        let ready = active.iter().filter(|p| pods::is_ready(p)).count();
         plan.status.active = some(count(active).saturating_add(count(&plan.create)));
         plan.status.ready = Some(i32::try_from(ready).unwrap_or(i32::MAX));
         plan.status.terminating = Some(self.terminating().saturating_add(count(&plan.delete)));
     }
 
     /// Counts the listed pods whose finalizer is removed, and lists pods that have terminated since.
-    fn track(&self, plan: &mut Plan, end: Option<&End>) {
+    fn track(&self, plan: &mut Plan, end: Option<&Outcome>) {
         let held: HashSet<&str> = self
-            .seen
+            .observed
             .pods
             .iter()
-            .filter(|p| pods::tracked(p))
+            .filter(|p| pods::is_tracked(p))
             .map(|p| pod::uid(p))
             .collect();
         let (mut done, succeeded) = settle(&self.uncounted.succeeded, self.before.succeeded, &held);
         let (mut lost, failed) = settle(&self.uncounted.failed, self.before.failed, &held);
-        let mut all = self.seen.pods.clone();
+        let mut all = self.observed.pods.clone();
         all.sort_by_key(|p| (pods::index(self.spec, p), p.name_any()));
         let mut named = 0;
-        for pod in all.into_iter().filter(|p| pods::tracked(p)) {
-            if named + done.len() + lost.len() >= MOST_UNCOUNTED {
+        for pod in all.into_iter().filter(|p| pods::is_tracked(p)) {
+            if named + done.len() + lost.len() >= MAX_UNCOUNTED {
                 break;
             }
-            if !self.may_go(pod, end) {
+            if !self.is_countable(pod, end) {
                 continue;
             }
             plan.release.push(pod.name_any());
             let (own, is) = (pod::uid(pod).to_owned(), pod::phase(pod));
-            let of_index = !self.indexed() || pods::index(self.spec, pod).is_some();
+            let of_index = !self.is_indexed() || pods::index(self.spec, pod).is_some();
             let given_up = end.is_some_and(|end| !end.succeeded);
             if is == "Succeeded" && !lost.contains(&own) {
                 // The completed index already records that the pod was counted.
-                if self.indexed() {
+                if self.is_indexed() {
                     named += 1;
                 } else if !done.contains(&own) {
                     done.push(own);
                 }
-            } else if (pods::failed(self.spec, pod) || given_up)
+            } else if (pods::has_failed(self.spec, pod) || given_up)
                 && of_index
                 && !lost.contains(&own)
-                && verdict(self.spec, pod).counts()
+                && verdict(self.spec, pod).is_counted()
             {
                 lost.push(own);
             }
@@ -633,27 +641,27 @@ impl<'a> Turn<'a> {
     }
 
     /// Whether the finalizer of a pod can be removed.
-    fn may_go(&self, pod: &Pod, end: Option<&End>) -> bool {
-        let over = end.is_some() || self.seen.job.metadata.deletion_timestamp.is_some();
+    fn is_countable(&self, pod: &Pod, end: Option<&Outcome>) -> bool {
+        let over = end.is_some() || self.observed.job.metadata.deletion_timestamp.is_some();
         if over || pod::phase(pod) == "Succeeded" {
             return true;
         }
         let awaited = pods::index(self.spec, pod)
             .and_then(|index| self.awaiting.get(&index))
             .is_some_and(|awaited| pod::uid(awaited) == pod::uid(pod));
-        pods::failed(self.spec, pod) && !awaited
+        pods::has_failed(self.spec, pod) && !awaited
     }
 
     /// Reports the end: first the condition that announces it, then the terminal
     /// one when all pods are counted and deleted.
-    fn conclude(&self, plan: &mut Plan, end: End) {
+    fn report_end(&self, plan: &mut Plan, end: Outcome) {
         let (first, last) = if end.succeeded {
             ("SuccessCriteriaMet", "Complete")
         } else {
             ("FailureTarget", "Failed")
         };
         if condition(self.before, first).is_none() {
-            self.note(&mut plan.status, first, "True", &end.reason, &end.message);
+            self.set_condition(&mut plan.status, first, "True", &end.reason, &end.message);
             return;
         }
         let uncounted = plan.status.uncounted_terminated_pods.as_ref();
@@ -661,12 +669,12 @@ impl<'a> Turn<'a> {
         if uncounted || !plan.release.is_empty() || plan.status.terminating != Some(0) {
             return;
         }
-        self.note(&mut plan.status, last, "True", &end.reason, &end.message);
+        self.set_condition(&mut plan.status, last, "True", &end.reason, &end.message);
         if !end.succeeded {
             plan.events.push((end.reason, end.message));
             return;
         }
-        plan.status.completion_time = Some(Time(self.seen.now));
+        plan.status.completion_time = Some(Time(self.observed.now));
         let wanted = self.spec.completions.unwrap_or(i32::MAX);
         if plan.status.succeeded.unwrap_or(0) > wanted {
             let why = "Too many succeeded pods running after completion count reached";

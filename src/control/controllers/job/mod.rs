@@ -29,16 +29,16 @@ use crate::kubeapi::cache::{Key, key, revision};
 use crate::kubeapi::client::code;
 use backoff::Backoff;
 pub(super) use decide::ended_with;
-use decide::{Plan, Seen, decide, expires, finished};
+use decide::{Observed, Plan, decide, expires, finished};
 
 const COMPONENT: &str = "job-controller";
 /// The value of `managedBy` for jobs of this controller.
-const OURS: &str = "kubernetes.io/job-controller";
+const CONTROLLER_NAME: &str = "kubernetes.io/job-controller";
 /// Maximum time between reconciliations without changes.
-const IDLE: Duration = Duration::from_secs(5);
+const MAX_WAIT: Duration = Duration::from_secs(5);
 
 /// Initial and maximum back-off after a failed reconciliation.
-const AGAIN: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(60));
+const RETRY_BACKOFF: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(60));
 
 /// State kept between reconciliations.
 struct Memory {
@@ -48,7 +48,7 @@ struct Memory {
     pods: Pending,
     /// Pod failures by the job's uid.
     failures: Mutex<HashMap<String, Backoff>>,
-    again: Failures,
+    retries: Failures,
 }
 
 impl Memory {
@@ -57,7 +57,7 @@ impl Memory {
             jobs: Pending::default(),
             pods: Pending::default(),
             failures: Mutex::default(),
-            again: Failures::new(AGAIN),
+            retries: Failures::new(RETRY_BACKOFF),
         }
     }
 
@@ -81,7 +81,7 @@ impl Memory {
             .filter_map(|j| j.metadata.uid.as_ref())
             .collect();
         lock(&self.failures).retain(|uid, _| known.contains(uid));
-        self.again.keep(jobs);
+        self.retries.keep(jobs);
     }
 }
 
@@ -101,41 +101,48 @@ pub(super) async fn run(client: Client, caches: Caches) {
                 .as_ref()
                 .is_some_and(|uid| settled.contains(uid))
         });
-        let work = ready.map(|job| turn(&client, &memory, job, &of));
+        let work = ready.map(|job| reconcile_job(&client, &memory, job, &of));
         let waits = futures::future::join_all(work).await;
         let orphans = all.iter().filter(|pod| is_orphan(pod, &caches));
         let work = orphans.map(|pod| remove_finalizer(&client, &caches, pod));
         futures::future::join_all(work).await;
         memory.keep(&jobs);
-        let most = waits.into_iter().flatten().fold(IDLE, Duration::min);
+        let most = waits.into_iter().flatten().fold(MAX_WAIT, Duration::min);
         any_change(&mut changes, most).await;
     }
 }
 
 /// Reconciles one job. Returns the maximum time until the next reconciliation.
-async fn turn(client: &Client, memory: &Memory, job: &Job, of: &ByOwner<'_>) -> Option<Duration> {
+async fn reconcile_job(
+    client: &Client,
+    memory: &Memory,
+    job: &Job,
+    of: &ByOwner<'_>,
+) -> Option<Duration> {
     let uid = job.uid().unwrap_or_default();
-    if let Some(left) = memory.again.pause(job, Instant::now()) {
+    if let Some(left) = memory.retries.pause(job, Instant::now()) {
         return Some(left);
     }
     let result = if finished(job).is_some() {
         lock(&memory.failures).remove(&uid);
         expire(client, job).await
-    } else if managed_elsewhere(job) {
+    } else if is_managed_elsewhere(job) {
         return None;
     } else {
         reconcile(client, memory, job, of).await
     };
-    let pause = memory.again.note(job, result.is_err(), Instant::now());
+    let pause = memory
+        .retries
+        .record_result(job, result.is_err(), Instant::now());
     result.unwrap_or_else(|error| {
         tracing::debug!(%error, job = job.name_any(), "reconcile of a Job failed, retrying");
         pause
     })
 }
 
-fn managed_elsewhere(job: &Job) -> bool {
+fn is_managed_elsewhere(job: &Job) -> bool {
     let manager = job.spec.as_ref().and_then(|s| s.managed_by.as_deref());
-    manager.is_some_and(|m| m != OURS)
+    manager.is_some_and(|m| m != CONTROLLER_NAME)
 }
 
 /// Deletes a finished job whose TTL has expired; its pods are deleted first.
@@ -150,14 +157,14 @@ async fn expire(client: &Client, job: &Job) -> Result<Option<Duration>, kube::Er
             resource_version: job.resource_version(),
         });
         let api: Api<Job> = Api::namespaced(client.clone(), &namespace);
-        gone(api.delete(&name, &parameters).await)?;
+        ignore_conflict(api.delete(&name, &parameters).await)?;
         return Ok(None);
     }
     Ok(left)
 }
 
 /// Maps 404 and 409 to `None`: an object that was deleted or changed is not an error.
-fn gone<T>(result: Result<T, kube::Error>) -> Result<Option<T>, kube::Error> {
+fn ignore_conflict<T>(result: Result<T, kube::Error>) -> Result<Option<T>, kube::Error> {
     match result {
         Err(error) if matches!(code(&error), Some(404 | 409)) => Ok(None),
         result => result.map(Some),
@@ -179,7 +186,7 @@ async fn reconcile(
         return Ok(None);
     }
     let now = Timestamp::from_second(Timestamp::now().as_second()).unwrap_or_default();
-    let seen = Seen {
+    let observed = Observed {
         job,
         pods: own.iter().map(|p| &***p).collect(),
         backoff: lock(&memory.failures)
@@ -188,14 +195,14 @@ async fn reconcile(
             .unwrap_or_default(),
         now,
     };
-    let mut plan = decide(&seen);
+    let mut plan = decide(&observed);
     remove(client, &api, memory, job, &plan).await?;
     let failure = create(client, memory, job, &mut plan).await;
     write(client, memory, job, &plan).await?;
     let release = plan.release.iter().map(|name| release(&api, name));
     for pod in futures::future::join_all(release).await {
         if let Some(pod) = pod? {
-            memory.pods.deleted(&uid, &pod);
+            memory.pods.record_deletion(&uid, &pod);
         }
     }
     failure.map_or(Ok(plan.wake), Err)
@@ -226,7 +233,7 @@ async fn claim(
     let deleting = job.metadata.deletion_timestamp.is_some();
     let found = free
         .iter()
-        .filter(|pod| !deleting && !pods::deleting(pod) && matches(pod));
+        .filter(|pod| !deleting && !pods::is_deleting(pod) && matches(pod));
     let found = found.map(|pod| {
         (pod, json!({"metadata": {"uid": pod.uid(), "ownerReferences": [owner(job)], "finalizers": [pods::FINALIZER]}}))
     });
@@ -245,8 +252,8 @@ async fn claim(
         let patch = Patch::Strategic(patch);
         let parameters = PatchParams::default();
         let patched = api.patch(&pod.name_any(), &parameters, &patch).await;
-        if let Some(pod) = gone(patched)? {
-            memory.pods.wrote(&uid, &pod);
+        if let Some(pod) = ignore_conflict(patched)? {
+            memory.pods.record_write(&uid, &pod);
         }
     }
     Ok(true)
@@ -262,18 +269,18 @@ async fn remove(
 ) -> Result<(), kube::Error> {
     let uid = job.uid().unwrap_or_default();
     let deletions = plan.delete.iter().map(|surplus| async move {
-        if surplus.forgotten {
+        if surplus.untracked {
             release(api, &surplus.name).await?;
         }
         let parameters = DeleteParams::default();
-        let deleted = gone(api.delete(&surplus.name, &parameters).await)?;
+        let deleted = ignore_conflict(api.delete(&surplus.name, &parameters).await)?;
         Ok::<_, kube::Error>((surplus, deleted))
     });
     for deleted in futures::future::join_all(deletions).await {
         let (surplus, deleted) = deleted?;
         let Some(deleted) = deleted else { continue };
         if let Some(pod) = deleted {
-            memory.pods.deleted(&uid, &pod);
+            memory.pods.record_deletion(&uid, &pod);
         }
         let message = format!("Deleted pod: {}", surplus.name);
         emit_event(client, job, "SuccessfulDelete", message).await;
@@ -285,7 +292,7 @@ async fn remove(
 async fn release(api: &Api<Pod>, name: &str) -> Result<Option<Pod>, kube::Error> {
     let patch = json!({"metadata": {"$deleteFromPrimitiveList/finalizers": [pods::FINALIZER]}});
     let patch = Patch::Strategic(patch);
-    gone(api.patch(name, &PatchParams::default(), &patch).await)
+    ignore_conflict(api.patch(name, &PatchParams::default(), &patch).await)
 }
 
 /// Creates the pods of a plan, and subtracts those that fail from the status. Returns the error, if any.
@@ -326,7 +333,7 @@ async fn write(
     let written = api
         .replace_status(&name, &PostParams::default(), &new)
         .await?;
-    memory.jobs.wrote(&uid, &written);
+    memory.jobs.record_write(&uid, &written);
     lock(&memory.failures).insert(uid, plan.backoff);
     for (reason, message) in &plan.events {
         emit_event(client, job, reason, message.clone()).await;
@@ -345,7 +352,7 @@ fn is_orphan(pod: &Pod, caches: &Caches) -> bool {
         .iter()
         .find(|o| o.controller == Some(true));
     let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-    pods::tracked(pod)
+    pods::is_tracked(pod)
         && owner.is_none_or(|owner| {
             let job = || {
                 let job = caches.jobs.get(namespace, &owner.name);
@@ -353,7 +360,7 @@ fn is_orphan(pod: &Pod, caches: &Caches) -> bool {
             };
             owner.kind == "Job"
                 && owner.api_version == "batch/v1"
-                && job().is_none_or(|j| !managed_elsewhere(&j) && finished(&j).is_some())
+                && job().is_none_or(|j| !is_managed_elsewhere(&j) && finished(&j).is_some())
         })
 }
 
@@ -367,11 +374,11 @@ async fn remove_finalizer(client: &Client, caches: &Caches, pod: &Pod) {
     if let Some(owner) = owner.filter(|o| caches.jobs.get(&namespace, &o.name).is_none()) {
         // The cache may be stale: a job missing there may have been created recently.
         let jobs: Api<Job> = Api::namespaced(client.clone(), &namespace);
-        let gone = match jobs.get_opt(&owner.name).await {
+        let deleted = match jobs.get_opt(&owner.name).await {
             Ok(found) => found.is_none_or(|j| j.metadata.uid.as_ref() != Some(&owner.uid)),
             Err(_) => false,
         };
-        if !gone {
+        if !deleted {
             return;
         }
     }

@@ -20,7 +20,7 @@ const FAILURES: &str = "batch.kubernetes.io/job-index-failure-count";
 const IGNORED: &str = "batch.kubernetes.io/job-index-ignored-failure-count";
 const VARIABLE: &str = "JOB_COMPLETION_INDEX";
 /// Maximum length of the prefix of a generated name.
-const LONGEST_PREFIX: usize = 58;
+const MAX_PREFIX_LENGTH: usize = 58;
 
 /// A pod to create.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -31,11 +31,11 @@ pub(super) struct New {
     pub failures: Option<(i32, i32)>,
 }
 
-pub(super) fn deleting(pod: &Pod) -> bool {
+pub(super) fn is_deleting(pod: &Pod) -> bool {
     pod.metadata.deletion_timestamp.is_some()
 }
 
-pub(super) fn ready(pod: &Pod) -> bool {
+pub(super) fn is_ready(pod: &Pod) -> bool {
     let conditions = pod
         .status
         .iter()
@@ -46,7 +46,7 @@ pub(super) fn ready(pod: &Pod) -> bool {
 }
 
 /// Whether the pod may still have to be counted.
-pub(super) fn tracked(pod: &Pod) -> bool {
+pub(super) fn is_tracked(pod: &Pod) -> bool {
     pod.finalizers().iter().any(|f| f == FINALIZER)
 }
 
@@ -66,9 +66,9 @@ pub(super) fn replaces_ended_only(spec: &JobSpec) -> bool {
     spec.pod_replacement_policy.as_deref() == Some("Failed") || spec.pod_failure_policy.is_some()
 }
 
-pub(super) fn failed(spec: &JobSpec, pod: &Pod) -> bool {
+pub(super) fn has_failed(spec: &JobSpec, pod: &Pod) -> bool {
     let phase = pod::phase(pod);
-    phase == "Failed" || !replaces_ended_only(spec) && deleting(pod) && phase != "Succeeded"
+    phase == "Failed" || !replaces_ended_only(spec) && is_deleting(pod) && phase != "Succeeded"
 }
 
 fn counter(pod: &Pod, key: &str) -> i32 {
@@ -88,7 +88,7 @@ pub(super) fn failures_with(spec: &JobSpec, replaced: Option<&Pod>) -> (i32, i32
         return (0, 0);
     };
     let (failed, ignored) = failures_before(pod);
-    if verdict(spec, pod).counts() {
+    if verdict(spec, pod).is_counted() {
         (failed.saturating_add(1), ignored)
     } else {
         (failed, ignored.saturating_add(1))
@@ -98,7 +98,7 @@ pub(super) fn failures_with(spec: &JobSpec, replaced: Option<&Pod>) -> (i32, i32
 /// Whether the failure of a pod makes its index fail.
 pub(super) fn fails_index(spec: &JobSpec, pod: &Pod) -> bool {
     let limit = spec.backoff_limit_per_index.unwrap_or(i32::MAX);
-    failed(spec, pod)
+    has_failed(spec, pod)
         && match verdict(spec, pod) {
             Verdict::FailIndex => true,
             Verdict::Ignore => false,
@@ -147,13 +147,13 @@ pub(super) fn object(job: &Job, new: &New) -> Pod {
 
 fn prefix(name: &str, index: i32) -> String {
     let end = format!("-{index}-");
-    let room = LONGEST_PREFIX - end.len();
+    let room = MAX_PREFIX_LENGTH - end.len();
     let name: String = name.chars().take(room).collect();
     name + &end
 }
 
 fn variables(spec: &mut PodSpec) {
-    let tell = |container: &mut Container| {
+    let add_variable = |container: &mut Container| {
         let env = container.env.get_or_insert_default();
         if env.iter().any(|v| v.name == VARIABLE) {
             return;
@@ -173,5 +173,5 @@ fn variables(spec: &mut PodSpec) {
         });
     };
     let first = spec.init_containers.iter_mut().flatten();
-    first.chain(&mut spec.containers).for_each(tell);
+    first.chain(&mut spec.containers).for_each(add_variable);
 }

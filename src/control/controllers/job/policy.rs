@@ -24,7 +24,7 @@ pub(super) enum Verdict {
 
 impl Verdict {
     /// Whether the failure is counted.
-    pub(super) fn counts(&self) -> bool {
+    pub(super) fn is_counted(&self) -> bool {
         *self != Verdict::Ignore
     }
 }

@@ -19,7 +19,7 @@ use crate::control::api::object::{list, text};
 use crate::core::quantity::Quantity;
 
 /// Maximum total size of a ConfigMap's or Secret's values, in bytes.
-const MOST_DATA: usize = 1 << 20;
+const MAX_DATA_BYTES: usize = 1 << 20;
 const LARGEST: i64 = i32::MAX as i64;
 
 const CONFIG_MAP: &[Row] = &[
@@ -367,8 +367,8 @@ fn config_map(object: &Value, _: &str, errors: &mut Errors) {
     }
     let texts = entries(object, "data").map(|(_, value)| value.as_str().map_or(0, str::len));
     let bytes = entries(object, "binaryData").map(|(_, value)| decoded(value).len());
-    if texts.chain(bytes).sum::<usize>() > MOST_DATA {
-        errors.push(FieldError::too_long("[]", MOST_DATA));
+    if texts.chain(bytes).sum::<usize>() > MAX_DATA_BYTES {
+        errors.push(FieldError::too_long("[]", MAX_DATA_BYTES));
     }
 }
 
@@ -376,9 +376,9 @@ fn secret(object: &Value, _: &str, errors: &mut Errors) {
     if entries(object, "data")
         .map(|(_, value)| decoded(value).len())
         .sum::<usize>()
-        > MOST_DATA
+        > MAX_DATA_BYTES
     {
-        errors.push(FieldError::too_long("data", MOST_DATA));
+        errors.push(FieldError::too_long("data", MAX_DATA_BYTES));
     }
     let value = |key: &str| object["data"].get(key);
     let is_empty = |key: &str| value(key).is_none_or(|value| decoded(value).is_empty());
@@ -671,17 +671,23 @@ mod tests {
     #[test]
     fn data_is_limited_to_one_mebibyte() {
         let of = |size: usize| json!({"data": {"a": "x".repeat(size)}});
-        assert_eq!(errors_of("ConfigMap", &of(MOST_DATA)), Vec::<String>::new());
         assert_eq!(
-            errors_of("ConfigMap", &of(MOST_DATA + 1)),
+            errors_of("ConfigMap", &of(MAX_DATA_BYTES)),
+            Vec::<String>::new()
+        );
+        assert_eq!(
+            errors_of("ConfigMap", &of(MAX_DATA_BYTES + 1)),
             ["[]: Too long: may not be more than 1048576 bytes"]
         );
         // The values of a Secret count with their decoded size.
         let encoded = |size: usize| base64::engine::general_purpose::STANDARD.encode(vec![0; size]);
         let of = |size| json!({"data": {"a": encoded(size)}});
-        assert_eq!(errors_of("Secret", &of(MOST_DATA)), Vec::<String>::new());
         assert_eq!(
-            errors_of("Secret", &of(MOST_DATA + 1)),
+            errors_of("Secret", &of(MAX_DATA_BYTES)),
+            Vec::<String>::new()
+        );
+        assert_eq!(
+            errors_of("Secret", &of(MAX_DATA_BYTES + 1)),
             ["data: Too long: may not be more than 1048576 bytes"]
         );
     }

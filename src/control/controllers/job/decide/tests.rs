@@ -38,8 +38,8 @@ impl World {
     }
 
     /// One reconciliation. Returns false if no step was taken.
-    fn turn(&mut self) -> bool {
-        let plan = decide(&Seen {
+    fn reconcile(&mut self) -> bool {
+        let plan = decide(&Observed {
             job: &self.job,
             pods: self.pods.iter().collect(),
             backoff: self.backoff,
@@ -48,7 +48,7 @@ impl World {
         self.wake = plan.wake;
         let acted = !plan.create.is_empty() || !plan.delete.is_empty() || !plan.release.is_empty();
         for surplus in &plan.delete {
-            if surplus.forgotten {
+            if surplus.untracked {
                 self.release(&surplus.name);
             }
             let at = Some(Time(time(self.now)));
@@ -77,7 +77,7 @@ impl World {
 
     fn settle(&mut self) {
         for _ in 0..20 {
-            if !self.turn() {
+            if !self.reconcile() {
                 return;
             }
         }
@@ -126,7 +126,7 @@ impl World {
     }
 
     fn active(&self) -> Vec<String> {
-        let active = |p: &&Pod| !pod::is_terminal(p) && !pods::deleting(p);
+        let active = |p: &&Pod| !pod::is_terminal(p) && !pods::is_deleting(p);
         self.pods
             .iter()
             .filter(active)
@@ -167,14 +167,14 @@ fn a_job_is_complete_after_its_pod_has_succeeded_and_was_counted() {
     // The first reconciliation lists the pod and removes its finalizer; only then is it counted.
     world.pod("p0").status =
         Some(serde_json::from_value(json!({"phase": "Succeeded"})).expect("a status"));
-    world.turn();
+    world.reconcile();
     let uncounted = world.status().uncounted_terminated_pods.expect("a list");
     assert_eq!(uncounted.succeeded, Some(vec!["u0".to_owned()]));
     assert_eq!(
         (world.numbers()[2], world.conditions()),
         (0, vec!["SuccessCriteriaMet CompletionsReached".into()])
     );
-    assert!(!pods::tracked(world.pod("p0")));
+    assert!(!pods::is_tracked(world.pod("p0")));
     world.now += 5;
     world.settle();
     assert_eq!(world.numbers(), [0, 0, 1, 0, 0]);
@@ -245,7 +245,7 @@ fn a_job_over_its_deadline_deletes_its_pods_and_then_fails() {
     world.after(30);
     assert_eq!(world.numbers(), [0, 0, 0, 2, 2]);
     assert_eq!(world.conditions(), ["FailureTarget DeadlineExceeded"]);
-    assert!(world.pods.iter().all(pods::deleting));
+    assert!(world.pods.iter().all(pods::is_deleting));
     assert_eq!(
         world.wake, None,
         "no timer is needed, because the deletion of the pods triggers the next step"
@@ -333,7 +333,7 @@ fn an_index_over_its_back_off_limit_fails_alone_up_to_max_failed_indexes() {
         world.settle();
         world.fail("p0");
         assert!(
-            pods::tracked(world.pod("p0")),
+            pods::is_tracked(world.pod("p0")),
             "a failed pod keeps its finalizer until it is replaced"
         );
         assert_eq!(world.active(), ["p1"]);
@@ -343,7 +343,7 @@ fn an_index_over_its_back_off_limit_fails_alone_up_to_max_failed_indexes() {
             (pods::failures_before(&new), world.numbers()[3]),
             ((1, 0), 1)
         );
-        assert!(!pods::tracked(world.pod("p0")));
+        assert!(!pods::is_tracked(world.pod("p0")));
         world.fail("p2");
         let active = if most.is_null() { vec!["p1"] } else { vec![] };
         assert_eq!(world.active(), active);
@@ -426,7 +426,7 @@ fn a_deleted_pod_counts_as_failed_and_a_deleted_job_stops_counting() {
     world.job.metadata.deletion_timestamp = Some(Time(time(world.now)));
     world.settle();
     assert!(
-        !pods::tracked(world.pod("p1")),
+        !pods::is_tracked(world.pod("p1")),
         "the pod has no finalizer of the job"
     );
     world.fail("p1");
