@@ -29,7 +29,7 @@ use crate::sys::{cgroup, file, netns, ports};
 /// Timeout for an answer of the runtime or the apiserver.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Size limit for certificate and network configuration files, in bytes.
-const LIMIT: u64 = 1 << 20;
+const MAX_FILE_SIZE: u64 = 1 << 20;
 
 /// Runs all checks and returns the findings.
 pub async fn run(config: &Config, clock: Clock) -> Vec<Finding> {
@@ -192,7 +192,7 @@ fn pod_network(details: &Details) -> Option<NetworkFacts> {
     let first = files.filter(is_configuration).min();
     let has = |kind: &String| details.bin_dirs.iter().any(|dir| dir.join(kind).exists());
     let first = first.map(|file| {
-        let text = file::read_text(&file, LIMIT).map_err(|e| e.to_string());
+        let text = file::read_text(&file, MAX_FILE_SIZE).map_err(|e| e.to_string());
         let content = text.and_then(|text| parse_network(&text));
         let content = content.map(|(name, kinds)| {
             let known = kinds.into_iter().map(|kind| {
@@ -277,7 +277,8 @@ fn certificates(config: &Config) -> Vec<Certificate> {
         ("client", Pair::client(&config.cert_dir).current()),
         ("serving", serving),
     ];
-    let read = |path: &PathBuf| signing::lifetime(file::read_text(path, LIMIT).ok()?.as_bytes());
+    let read =
+        |path: &PathBuf| signing::lifetime(file::read_text(path, MAX_FILE_SIZE).ok()?.as_bytes());
     files
         .into_iter()
         .filter_map(|(purpose, path)| {

@@ -24,7 +24,7 @@ use crate::sys::clock::Clock;
 const MAX_QUEUED: usize = 1024;
 
 /// Maximum time to flush queued events during shutdown.
-const FLUSH: Duration = Duration::from_secs(1);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The `type` of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -36,7 +36,7 @@ pub enum Kind {
 }
 
 /// Limit for pending sets of annotations, one for each pod and reason.
-const NOTES: usize = 64;
+const MAX_PENDING_ANNOTATIONS: usize = 64;
 
 /// Annotations for future events, by the pod's uid and the event's reason.
 type Notes = HashMap<(String, String), BTreeMap<String, String>>;
@@ -170,7 +170,7 @@ impl Events {
         }
     }
 
-    /// Posts queued events, for at most [`FLUSH`].
+    /// Posts queued events, for at most [`FLUSH_TIMEOUT`].
     pub async fn flush(&self) {
         let (done, posted) = oneshot::channel();
         let flush = async {
@@ -179,7 +179,7 @@ impl Events {
                 let _ = posted.await;
             }
         };
-        if tokio::time::timeout(FLUSH, flush).await.is_err() {
+        if tokio::time::timeout(FLUSH_TIMEOUT, flush).await.is_err() {
             tracing::warn!("the last events were not posted before the shutdown timeout");
         }
     }
@@ -194,7 +194,7 @@ impl Events {
         let mut notes = self.notes();
         if annotations.is_empty() {
             notes.remove(&key);
-        } else if notes.len() < NOTES {
+        } else if notes.len() < MAX_PENDING_ANNOTATIONS {
             notes.insert(key, annotations);
         }
     }

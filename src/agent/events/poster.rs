@@ -24,12 +24,12 @@ use crate::kubeapi::pods::{ApiFailure, PodApi};
 use crate::sys::clock::Clock;
 
 /// Limit for parallel requests. A request without an answer delays only the events of its object.
-const MAX_POSTS: usize = 8;
+const MAX_PARALLEL_REQUESTS: usize = 8;
 /// Back-off after a request that the apiserver did not answer.
-const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(10));
+const RETRY_BACKOFF: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(10));
 /// How long an event is retried. client-go gives up after 12 attempts, about
 /// 2 minutes; an apiserver upgrade takes longer.
-const MAX_AGE: Duration = Duration::from_secs(600);
+const MAX_RETRY_AGE: Duration = Duration::from_secs(600);
 
 /// The store of events.
 #[async_trait]
@@ -153,8 +153,8 @@ impl Gate {
             self.failures = self.failures.saturating_add(1);
             let pause = failure
                 .retry_after()
-                .unwrap_or_else(|| RETRY.after(self.failures));
-            self.closed_until = Some(now + pause.min(RETRY.after(u32::MAX)));
+                .unwrap_or_else(|| RETRY_BACKOFF.after(self.failures));
+            self.closed_until = Some(now + pause.min(RETRY_BACKOFF.after(u32::MAX)));
         }
     }
 
@@ -353,17 +353,17 @@ impl Poster {
                 if !matches!(failure, ApiFailure::Timeout(_)) {
                     self.gate.close(&failure);
                 }
-                if delivery.came.elapsed() < MAX_AGE {
+                if delivery.came.elapsed() < MAX_RETRY_AGE {
                     delivery.tries = delivery.tries.saturating_add(1);
                     let pause = failure
                         .retry_after()
-                        .unwrap_or_else(|| RETRY.after(delivery.tries));
-                    let at = Instant::now() + pause.min(RETRY.after(u32::MAX));
+                        .unwrap_or_else(|| RETRY_BACKOFF.after(delivery.tries));
+                    let at = Instant::now() + pause.min(RETRY_BACKOFF.after(u32::MAX));
                     self.retries.push((at, delivery));
                     return;
                 }
                 self.dropped
-                    .count(&format!("not posted for {MAX_AGE:?}: {failure}"));
+                    .count(&format!("not posted for {MAX_RETRY_AGE:?}: {failure}"));
             }
             (Err(failure), _) => tracing::debug!(%failure, "the apiserver rejected an event"),
         }
@@ -398,7 +398,7 @@ pub(super) async fn run(
         let most = if poster.gate.is_suspect() {
             1
         } else {
-            MAX_POSTS
+            MAX_PARALLEL_REQUESTS
         };
         let may_send = requests.len() < most;
         let lull = Some(&mut lull).filter(|_| flushing.is_none());

@@ -14,7 +14,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Pod, ServiceAccount};
 
 /// The requested lifetime of tokens, in seconds. The API may issue a different one.
-const LIFETIME: i64 = 3600;
+const TOKEN_SECONDS: i64 = 3600;
 
 /// The API operations for service accounts.
 #[async_trait]
@@ -118,7 +118,7 @@ impl Tokens {
         let request = TokenFor {
             pod: caller.pod,
             audience: &rules.audience,
-            seconds: LIFETIME,
+            seconds: TOKEN_SECONDS,
             account_uid: Some(&account.uid),
         };
         let token = caller.accounts.token(request).await;

@@ -77,12 +77,13 @@ impl CollectError {
 }
 
 /// Interval between collections; it grows while no image can be removed.
-const PAUSES: Doubling = Doubling::new(Duration::from_secs(300), Duration::from_secs(1200));
+const COLLECTION_INTERVAL: Doubling =
+    Doubling::new(Duration::from_secs(300), Duration::from_secs(1200));
 
 /// Runs until the process exits.
 pub async fn run(context: Arc<Context>) {
     let rules = &context.config.image_rules;
-    let (mut failures, mut pauses) = (0_u32, PAUSES);
+    let (mut failures, mut pauses) = (0_u32, COLLECTION_INTERVAL);
     loop {
         if rules.enabled() {
             match pass(&context).await {
@@ -104,7 +105,7 @@ pub async fn run(context: Arc<Context>) {
             }
         }
         let pause = match failures {
-            0 => PAUSES.after(1),
+            0 => COLLECTION_INTERVAL.after(1),
             _ => pauses.pause(),
         };
         tokio::time::sleep(pause).await;

@@ -39,7 +39,7 @@ use crate::core::pod::{self, Role};
 use crate::cri::{Credentials, Image};
 
 /// How long a failed pull is shown as such, before the container's reason becomes `ImagePullBackOff`.
-const SHOWN: Duration = Duration::from_secs(2);
+const PULL_ERROR_SHOWN_FOR: Duration = Duration::from_secs(2);
 
 /// Why a container waits: reason, message, and the time of the next attempt if it is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -396,7 +396,7 @@ async fn pull(about: &About<'_>, shown: &str, name: &str) -> Result<Image, Waiti
             Err(Waiting {
                 reason: reason.into(),
                 message,
-                again: Some(until.min(context.clock.now() + SHOWN)),
+                again: Some(until.min(context.clock.now() + PULL_ERROR_SHOWN_FOR)),
                 class: Class::RetryLater,
             })
         }

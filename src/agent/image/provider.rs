@@ -30,7 +30,7 @@ const VERSIONS: [&str; 3] = [
 /// Timeout of a plugin.
 const PLUGIN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Size limit of an answer, in bytes.
-const LIMIT: u64 = 1 << 20;
+const MAX_ANSWER_SIZE: u64 = 1 << 20;
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -398,7 +398,7 @@ impl Provider {
             // A plugin may ignore its standard input.
             let _ = stdin.write_all(request.as_bytes()).await;
             drop(stdin);
-            stdout.take(LIMIT).read_to_end(&mut text).await
+            stdout.take(MAX_ANSWER_SIZE).read_to_end(&mut text).await
         };
         talk.await.context("cannot read the plugin's answer")?;
         let status = child.wait().await?;

@@ -21,15 +21,15 @@ use crate::host::HostError;
 use crate::sys::meter;
 
 /// Collects changes for this time, as many pods may start or stop together.
-const GATHER: Duration = Duration::from_millis(200);
+const DEBOUNCE: Duration = Duration::from_millis(200);
 /// Interval between updates without a change: the roster lacks a granted resize until the API has it.
-const AGAIN: Duration = Duration::from_secs(60);
+const REFRESH_INTERVAL: Duration = Duration::from_secs(60);
 /// Back-off after a cgroup could not be set.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(5), Duration::from_secs(60));
 /// Back-off between reports of the same failure.
-const REMINDER: Doubling = Doubling::new(Duration::from_secs(60), Duration::from_secs(3600));
+const REPORT_BACKOFF: Doubling = Doubling::new(Duration::from_secs(60), Duration::from_secs(3600));
 /// After this time without a change by another program, a further change of the same file is reported again.
-const QUARREL: Duration = Duration::from_secs(600);
+const REPORT_AGAIN_AFTER: Duration = Duration::from_secs(600);
 
 /// Applies the values, and reverts changes by other programs.
 pub(super) async fn keep(context: &Context) {
@@ -114,7 +114,7 @@ fn emit(
     let mut reminder = match last {
         Some(last) if is_known && (error.is_none() || now - last.at < last.again) => return,
         Some(last) if is_known => last.reminder,
-        _ => REMINDER,
+        _ => REPORT_BACKOFF,
     };
     let first = !told.contains_key(&key);
     let again = reminder.pause();
@@ -179,8 +179,8 @@ async fn apply(context: &Context) {
         let again = failed.then(|| Instant::now() + pauses.pause());
         tokio::select! {
             biased;
-            Ok(()) = roster.changed() => tokio::time::sleep(GATHER).await,
-            () = tokio::time::sleep(AGAIN) => {}
+            Ok(()) = roster.changed() => tokio::time::sleep(DEBOUNCE).await,
+            () = tokio::time::sleep(REFRESH_INTERVAL) => {}
             () = async { match again { Some(at) => tokio::time::sleep_until(at).await, None => std::future::pending().await } } => {}
         }
     }
@@ -197,7 +197,7 @@ async fn mend(context: &Context) {
                 error,
             } = mended;
             let now = Instant::now();
-            told.retain(|_, at| now - *at < QUARREL);
+            told.retain(|_, at| now - *at < REPORT_AGAIN_AFTER);
             let what = changes.iter().map(ToString::to_string);
             let what: Vec<String> = what.collect();
             let files = changes.into_iter().map(|change| change.file);

@@ -37,12 +37,12 @@ use crate::kubeapi::pods::ApiFailure;
 use crate::sys::failure::doing;
 
 /// Interval between releases of leftover claims, as in the kubelet.
-const RECONCILE: Duration = Duration::from_secs(60);
+const RECONCILE_INTERVAL: Duration = Duration::from_secs(60);
 /// Timeout for connecting to a local socket.
-const CONNECTION: Duration = Duration::from_secs(1);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Pause between attempts to watch a driver's device health, as in the kubelet.
-const LISTEN: Duration = Duration::from_secs(5);
+const HEALTH_RETRY: Duration = Duration::from_secs(5);
 
 /// An instance of a driver. During a rolling update a driver has two.
 struct Instance {
@@ -413,7 +413,7 @@ fn judged<T>(
 
 /// Whether a socket accepts connections.
 async fn answers(socket: &Path) -> bool {
-    let connected = tokio::time::timeout(CONNECTION, UnixStream::connect(socket)).await;
+    let connected = tokio::time::timeout(CONNECT_TIMEOUT, UnixStream::connect(socket)).await;
     matches!(connected, Ok(Ok(_)))
 }
 
@@ -470,7 +470,7 @@ async fn listen(context: Arc<Context>, name: String, driver: Driver) {
             }
             Ok(()) => {}
         }
-        tokio::time::sleep(LISTEN).await;
+        tokio::time::sleep(HEALTH_RETRY).await;
     }
 }
 
@@ -528,7 +528,7 @@ async fn release_all(context: &Context, mut roster: watch::Receiver<Roster>) {
             continue;
         }
         release_orphaned(context, &roster, &mut failures).await;
-        tokio::time::sleep(RECONCILE).await;
+        tokio::time::sleep(RECONCILE_INTERVAL).await;
     }
 }
 

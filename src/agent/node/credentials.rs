@@ -36,11 +36,11 @@ use crate::sys::file;
 const CERTIFICATE_TIMEOUTS: (Duration, Duration) =
     (Duration::from_secs(3600), Duration::from_secs(900));
 /// Back-off after a failure.
-const AGAIN: Doubling = Doubling::new(Duration::from_secs(2), Duration::from_secs(32));
+const BACKOFF: Doubling = Doubling::new(Duration::from_secs(2), Duration::from_secs(32));
 /// Interval between checks whether a renewal is due.
-const LOOK: Duration = Duration::from_secs(60);
+const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 /// How long a node without a valid certificate keeps running while its API answers.
-const LOST: SignedDuration = SignedDuration::from_secs(300);
+const MAX_WITHOUT_CERTIFICATE: SignedDuration = SignedDuration::from_secs(300);
 const CLIENT_USAGES: &[&str] = &["digital signature", "client auth"];
 const SERVING_USAGES: &[&str] = &["digital signature", "server auth"];
 
@@ -231,7 +231,7 @@ async fn bootstrap(config: &Config, clock: Clock) -> anyhow::Result<()> {
         )
     })?;
     let client = connect(bootstrap_path).await?;
-    let mut again = AGAIN;
+    let mut again = BACKOFF;
     loop {
         match first(config, &client, &file, kubeconfig_path, clock).await {
             Ok(()) => return Ok(()),
@@ -363,7 +363,7 @@ impl Renewed {
             std::future::pending().await
         };
         tokio::select! {
-            () = tokio::time::sleep(LOOK) => {}
+            () = tokio::time::sleep(CHECK_INTERVAL) => {}
             () = changed => {}
         }
     }
@@ -410,7 +410,7 @@ fn is_due(
 /// the API answers: only a bootstrap token can help then (`pkg/kubelet/certificate/bootstrap`).
 pub async fn keep(mut kept: Renewed, client: Client, clock: Clock, metrics: Arc<Metrics>) {
     metrics.renewals_failed(kept.signer == CLIENT, 0);
-    let mut again = AGAIN;
+    let mut again = BACKOFF;
     let mut since = None;
     // The last requested names: a signer may omit some of them, which must not cause repeated requests.
     let mut answered = None;
@@ -436,7 +436,8 @@ pub async fn keep(mut kept: Renewed, client: Client, clock: Clock, metrics: Arc<
                     "renewing a certificate failed; retrying"
                 );
                 since = without(kept.pair.lifetime(), since, now);
-                let long = since.is_some_and(|since| now.duration_since(since) >= LOST);
+                let long =
+                    since.is_some_and(|since| now.duration_since(since) >= MAX_WITHOUT_CERTIFICATE);
                 if kept.signer == CLIENT && long && answers(&client).await {
                     return;
                 }
@@ -544,7 +545,10 @@ mod tests {
         let begun = tokio::time::Instant::now();
         addresses.send_replace(reported(&["192.0.2.1", "2001:db8::1"]));
         kept.idle().await;
-        assert!(begun.elapsed() < LOOK, "the change is handled immediately");
+        assert!(
+            begun.elapsed() < CHECK_INTERVAL,
+            "the change is handled immediately"
+        );
         assert!(due(&kept, None));
         let asked = kept.names();
         assert!(
@@ -552,7 +556,7 @@ mod tests {
             "the signer has already answered for these names"
         );
         kept.idle().await;
-        assert!(begun.elapsed() >= LOOK);
+        assert!(begun.elapsed() >= CHECK_INTERVAL);
     }
 
     #[tokio::test(start_paused = true)]
@@ -566,7 +570,10 @@ mod tests {
         let begun = tokio::time::Instant::now();
         addresses.send_replace(reported(&["192.0.2.1"]));
         kept.idle().await;
-        assert!(begun.elapsed() < LOOK, "the change is handled immediately");
+        assert!(
+            begun.elapsed() < CHECK_INTERVAL,
+            "the change is handled immediately"
+        );
         assert!(kept.can_be_requested());
         assert_eq!(kept.names(), ["n1", "192.0.2.1"]);
     }

@@ -40,7 +40,7 @@ const SOCKET: &str = "kubelet.sock";
 /// The name of the checkpoint file, in the same directory.
 const CHECKPOINT: &str = "kubelet_internal_checkpoint";
 /// How long a starting container waits for a plugin that has not registered since the agent started.
-const COMES_BACK: Duration = Duration::from_secs(5);
+const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause after a failure to write the checkpoint, or to list the runtime's pods.
 const RETRY: Duration = Duration::from_secs(5);
 
@@ -200,7 +200,9 @@ impl DeviceManager {
         let awaited = |devices: &Devices| devices.awaited(uid, container).map(str::to_owned);
         let mut changes = self.changes();
         let listed = changes.wait_for(|_| self.look(awaited).is_none());
-        let late = tokio::time::timeout(COMES_BACK, listed).await.is_err();
+        let late = tokio::time::timeout(REGISTRATION_TIMEOUT, listed)
+            .await
+            .is_err();
         if let Some(resource) = self.look(awaited).filter(|_| late) {
             return Err(format!(
                 "the device plugin of {resource} has not registered since the agent started: the container's devices may not be available yet"

@@ -11,17 +11,17 @@ use crate::core::node::leases::Attachments;
 use crate::sys::leases::release_orphaned;
 
 /// Interval between checks.
-const EVERY: Duration = Duration::from_secs(300);
+const CHECK_INTERVAL: Duration = Duration::from_secs(300);
 /// Timeout for requests to the runtime.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a runtime may take to remove a sandbox after the deadline of `RunPodSandbox`.
-const CLEANUP: Duration = Duration::from_secs(60);
+const CLEANUP_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Runs until the process exits. No other task waits for this.
 pub(super) async fn keep(context: &Context) {
     // The client's deadline for RunPodSandbox is twice that of other calls, and the listing may
     // be older than the check by [`ANSWER_TIMEOUT`].
-    let patience = context.config.runtime_timeout * 2 + CLEANUP + ANSWER_TIMEOUT;
+    let patience = context.config.runtime_timeout * 2 + CLEANUP_TIMEOUT + ANSWER_TIMEOUT;
     let mut networks = BTreeSet::new();
     loop {
         match timeout(ANSWER_TIMEOUT, context.runtime.attachments()).await {
@@ -39,7 +39,7 @@ pub(super) async fn keep(context: &Context) {
             }
             Err(_) => tracing::debug!("listing the runtime's networks timed out; retrying"),
         }
-        tokio::time::sleep(EVERY).await;
+        tokio::time::sleep(CHECK_INTERVAL).await;
     }
 }
 

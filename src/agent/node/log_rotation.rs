@@ -17,7 +17,7 @@ use crate::cri::{RunningContainer, RuntimeError};
 use crate::host::{HostError, HostErrorKind, Log};
 
 /// Limit for parallel renames, so that a runtime that hangs for one log does not delay others.
-const MOVES: usize = 16;
+const MAX_PARALLEL_RENAMES: usize = 16;
 
 /// A step of the rotation: limits parallel runs, and runs once per container at a time.
 struct Step {
@@ -55,7 +55,7 @@ struct Rotation {
 /// Runs until the process exits.
 pub async fn run(context: Arc<Context>) {
     let rotation = Arc::new(Rotation {
-        moves: Step::new(MOVES),
+        moves: Step::new(MAX_PARALLEL_RENAMES),
         compressions: Step::new(context.config.logs.workers),
         context,
     });

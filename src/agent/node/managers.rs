@@ -21,11 +21,11 @@ use crate::cri::RunningContainer;
 use crate::sys::{file, machine, topology};
 
 /// Size limit of a checkpoint, in bytes.
-const LIMIT: u64 = 16 << 20;
+const MAX_CHECKPOINT_SIZE: u64 = 16 << 20;
 
 fn read(root: &Path, name: &str) -> anyhow::Result<Option<String>> {
     let path = root.join(name);
-    file::read_text_if_there(&path, LIMIT)
+    file::read_text_if_there(&path, MAX_CHECKPOINT_SIZE)
         .with_context(|| format!("cannot read {}", path.display()))
 }
 

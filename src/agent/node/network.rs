@@ -14,10 +14,10 @@ use crate::sys::failure::doing;
 use crate::sys::{addresses, file};
 
 /// Size limit of the resolver configuration, in bytes.
-const LIMIT: u64 = 64 << 10;
+const MAX_FILE_SIZE: u64 = 64 << 10;
 
 /// Timeout for resolving the node's name.
-const RESOLVED: Duration = Duration::from_secs(3);
+const NAME_LOOKUP_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The node's current addresses, or why there are none.
 pub async fn addresses(config: &Config) -> Result<Vec<String>, HostError> {
@@ -32,7 +32,7 @@ pub async fn addresses(config: &Config) -> Result<Vec<String>, HostError> {
     }
     let name = &config.node_name;
     let lookup = tokio::net::lookup_host((name.as_str(), 0));
-    let resolved: Vec<IpAddr> = match tokio::time::timeout(RESOLVED, lookup).await {
+    let resolved: Vec<IpAddr> = match tokio::time::timeout(NAME_LOOKUP_TIMEOUT, lookup).await {
         Ok(Ok(found)) => found.map(|socket| socket.ip()).collect(),
         _ => vec![],
     };
@@ -78,7 +78,7 @@ pub fn try_resolver(config: &Config, node_ips: &[String]) -> Result<Resolver, Ho
             ..Resolver::default()
         }
     } else {
-        let text = file::read_text(config.resolv_conf.as_ref(), LIMIT);
+        let text = file::read_text(config.resolv_conf.as_ref(), MAX_FILE_SIZE);
         let unread = doing(format!("resolvConf {}", config.resolv_conf));
         Resolver::parse(&text.map_err(unread)?)
     };

@@ -18,9 +18,9 @@ use crate::kubeapi::cache::revision;
 use crate::sealed::Keeper;
 
 /// Timeout for reading the Node during a pod's admission.
-const FRESH: Duration = Duration::from_secs(5);
+const REFRESH_TIMEOUT: Duration = Duration::from_secs(5);
 /// Back-off after an interrupted watch.
-const PAUSES: Doubling = Doubling::new(Duration::from_millis(100), Duration::from_secs(5));
+const REFRESH_BACKOFF: Doubling = Doubling::new(Duration::from_millis(100), Duration::from_secs(5));
 
 /// How long the Node object must be missing until the agent registers the node again, if `registerNode` is true. To
 /// remove a node from the cluster, stop its agent within this time.
@@ -120,7 +120,7 @@ impl OwnNode {
     /// Reads the Node from the API. Returns whether this succeeded.
     pub async fn refresh(&self) -> bool {
         let Some(api) = &self.api else { return false };
-        match within(FRESH, api.get(&self.name)).await {
+        match within(REFRESH_TIMEOUT, api.get(&self.name)).await {
             Ok(Some(node)) => {
                 self.see(node);
                 true
@@ -231,7 +231,7 @@ pub(super) async fn follow(context: &Context) {
     };
     let mut schedulable = None;
     let mut changes = api.watch(&context.config.node_name);
-    let mut pauses = PAUSES;
+    let mut pauses = REFRESH_BACKOFF;
     while let Some(change) = changes.next().await {
         match change {
             NodeChange::Present(node) => {

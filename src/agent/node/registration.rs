@@ -18,9 +18,10 @@ use crate::core::version::arch;
 use crate::kubeapi::pods::ApiFailure;
 
 /// Back-off between attempts to register.
-const PAUSES: Doubling = Doubling::new(Duration::from_millis(100), Duration::from_secs(7));
+const REGISTRATION_BACKOFF: Doubling =
+    Doubling::new(Duration::from_millis(100), Duration::from_secs(7));
 /// Annotation for the attach/detach controller: it attaches the node's volumes.
-const ATTACH: &str = "volumes.kubernetes.io/controller-managed-attach-detach";
+const CONTROLLER_ATTACH_ANNOTATION: &str = "volumes.kubernetes.io/controller-managed-attach-detach";
 
 /// Labels that describe the platform. The agent restores them whenever they are changed.
 fn platform_labels() -> [(&'static str, &'static str); 4] {
@@ -77,7 +78,7 @@ fn taints(config: &Config) -> Vec<Taint> {
 
 /// The Node object as this agent creates it.
 pub(super) fn fresh(config: &Config, status: NodeStatus) -> Node {
-    let attach = [(ATTACH, "true".to_owned())];
+    let attach = [(CONTROLLER_ATTACH_ANNOTATION, "true".to_owned())];
     let annotations = attach
         .into_iter()
         .chain(provided(config).map(|ips| (PROVIDED, ips)));
@@ -109,7 +110,10 @@ fn mended(config: &Config, found: &Node) -> Option<Value> {
         .collect();
     let mut annotations = Map::new();
     let attach = Some("true".to_owned());
-    for (key, wanted) in [(ATTACH, attach), (PROVIDED, provided(config))] {
+    for (key, wanted) in [
+        (CONTROLLER_ATTACH_ANNOTATION, attach),
+        (PROVIDED, provided(config)),
+    ] {
         if found.annotations().get(key) != wanted.as_ref() {
             annotations.insert(key.to_owned(), wanted.into());
         }
@@ -184,7 +188,7 @@ pub(super) async fn register(
     api: &dyn NodeApi,
     status: impl Fn() -> NodeStatus,
 ) -> Node {
-    let mut pauses = PAUSES;
+    let mut pauses = REGISTRATION_BACKOFF;
     loop {
         match once(context, api, status()).await {
             Ok(node) => return node,

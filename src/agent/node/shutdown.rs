@@ -25,15 +25,15 @@ use crate::sys::file;
 use crate::sys::logind::{Announcements, Announcer, Inhibitor, LogindError};
 
 /// Back-off between attempts to connect to logind.
-const PAUSES: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(30));
+const LISTEN_BACKOFF: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(30));
 /// Maximum time to wait until the Node reports the shutdown.
-const REPORT: Duration = Duration::from_secs(1);
+const NOT_READY_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum time to wait for the statuses of terminated pods. Without an apiserver they are never written.
-const FLUSH: Duration = Duration::from_secs(2);
+const STATUS_TIMEOUT: Duration = Duration::from_secs(2);
 /// Interval between checks whether pods have terminated.
-const LOOK: Duration = Duration::from_millis(50);
+const TERMINATION_POLL: Duration = Duration::from_millis(50);
 /// Size limit of the state file, in bytes.
-const LIMIT: u64 = 4096;
+const MAX_STATE_SIZE: u64 = 4096;
 
 /// Runs until the process exits. Without grace periods, shutdowns are not delayed.
 pub async fn run(
@@ -59,7 +59,7 @@ pub async fn run(
         inhibitor: None,
         ending: None,
     };
-    let mut pauses = PAUSES;
+    let mut pauses = LISTEN_BACKOFF;
     loop {
         let error = watch.listen(&*announcer, &mut pauses).await;
         let first = pauses.is_first();
@@ -211,10 +211,10 @@ async fn end_pods(context: &Arc<Context>, told: &mut BTreeSet<String>) {
         end: None,
     };
     // A disk that hangs or is no longer available must not delay the termination of pods.
-    let noted = tokio::time::timeout(REPORT, note(context, times));
+    let noted = tokio::time::timeout(NOT_READY_TIMEOUT, note(context, times));
     let (noted, ()) = tokio::join!(noted, report(context));
     if noted.is_err() {
-        tracing::warn!(waited = ?REPORT, file = STATE_FILE, "writing the time of the shutdown takes long; continuing without it");
+        tracing::warn!(waited = ?NOT_READY_TIMEOUT, file = STATE_FILE, "writing the time of the shutdown takes long; continuing without it");
     }
     let pods = context.ledger.pods().await;
     let phases = context.config.shutdown.phases(pods);
@@ -225,7 +225,7 @@ async fn end_pods(context: &Arc<Context>, told: &mut BTreeSet<String>) {
         end_phase(context, phase, deadline).await;
         // The apiserver may be a pod of the next phase. The wait is not added to the phase's period.
         let is_last = place + 1 == phases.len();
-        let longest = Instant::now() + FLUSH;
+        let longest = Instant::now() + STATUS_TIMEOUT;
         flush(
             context,
             phase,
@@ -259,7 +259,7 @@ async fn end_phase(context: &Context, phase: &Phase, deadline: Instant) {
     let uids: BTreeSet<&str> = phase.pods.iter().map(|p| pod::uid(p)).collect();
     let ended = async {
         while remaining(context, &uids).await.next().is_some() {
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(TERMINATION_POLL).await;
         }
     };
     if tokio::time::timeout_at(deadline, ended).await.is_err() {
@@ -317,16 +317,16 @@ async fn report(context: &Context) {
         conditions.any(|c| c.type_ == "Ready" && c.message.as_deref() == Some(shutdown::NOT_READY))
     };
     let mut seen = context.node.subscribe();
-    if tokio::time::timeout(REPORT, seen.wait_for(says))
+    if tokio::time::timeout(NOT_READY_TIMEOUT, seen.wait_for(says))
         .await
         .is_err()
     {
-        tracing::warn!(waited = ?REPORT, "the Node object does not report the shutdown yet; stopping the pods nevertheless");
+        tracing::warn!(waited = ?NOT_READY_TIMEOUT, "the Node object does not report the shutdown yet; stopping the pods nevertheless");
     }
 }
 
 fn last_times(root: &Path) -> Result<Times, String> {
-    let text = file::read_text_if_there(&root.join(STATE_FILE), LIMIT);
+    let text = file::read_text_if_there(&root.join(STATE_FILE), MAX_STATE_SIZE);
     match text.map_err(|e| e.to_string())? {
         Some(text) => Times::parse(&text),
         None => Ok(Times::default()),

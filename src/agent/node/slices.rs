@@ -17,11 +17,11 @@ use crate::kubeapi::pods::ApiFailure;
 /// How long a driver may be unreachable, as in the kubelet: an upgrade of the driver may take as long.
 const GRACE: Duration = Duration::from_secs(30);
 /// Interval between checks of the drivers' sockets: a driver that is killed leaves its sockets behind.
-const LOOK: Duration = Duration::from_secs(10);
+const PROBE_INTERVAL: Duration = Duration::from_secs(10);
 /// Back-off after a failed deletion.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(300));
 /// Timeout of a request.
-const REQUEST: Duration = Duration::from_secs(30);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A scheduled deletion.
 struct Due {
@@ -57,7 +57,7 @@ impl Deletions {
         let now = Instant::now();
         let mut done = vec![];
         for (driver, due) in self.due.iter_mut().filter(|(_, due)| due.at <= now) {
-            let deleted = within(REQUEST, api.delete_slices(node, driver.as_deref())).await;
+            let deleted = within(REQUEST_TIMEOUT, api.delete_slices(node, driver.as_deref())).await;
             match deleted {
                 Ok(()) => {
                     tracing::debug!(?driver, "deleted ResourceSlices of this node");
@@ -104,7 +104,7 @@ pub async fn run(context: Arc<Context>) {
         known.retain(|driver| {
             !deletions.done.contains(driver) || registered.borrow().contains(driver)
         });
-        let look = (!known.is_empty()).then_some(LOOK);
+        let look = (!known.is_empty()).then_some(PROBE_INTERVAL);
         let wait = [look, deletions.next()].into_iter().flatten().min();
         tokio::select! {
             biased;

@@ -38,11 +38,11 @@ const DECLARED: &[&str] = &[
     "RestartAllContainersOnContainerExits",
 ];
 /// How long the first status waits for the runtime's first status and its images.
-const FIRST: Duration = Duration::from_secs(1);
+const FIRST_STATUS_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long the first status waits until the agent's HTTP API is served or has failed.
-const TRIED: Duration = Duration::from_secs(2);
+const SERVING_TIMEOUT: Duration = Duration::from_secs(2);
 /// First back-off after a failed round; it doubles up to the interval between rounds.
-const PAUSE: Duration = Duration::from_millis(200);
+const RETRY_PAUSE: Duration = Duration::from_millis(200);
 
 /// The variable inputs of a status.
 #[derive(Debug)]
@@ -292,8 +292,8 @@ pub(super) async fn keep(
         let _ = inputs.images.wait_for(Option::is_some).await;
     };
     // A node is not ready before its API is served, which takes a moment.
-    let tried = tokio::time::timeout(TRIED, context.unserved.is_tried());
-    let _ = tokio::join!(tokio::time::timeout(FIRST, known), tried);
+    let tried = tokio::time::timeout(SERVING_TIMEOUT, context.unserved.is_tried());
+    let _ = tokio::join!(tokio::time::timeout(FIRST_STATUS_TIMEOUT, known), tried);
     let first = || compute(context, &inputs, &NodeStatus::default(), Extended::Kept);
     let node = registration::register(context, &*api, first).await;
     let before = node.status.clone().unwrap_or_default();
@@ -301,7 +301,7 @@ pub(super) async fn keep(
     let another = was_another_agents(&before);
     context.node.see(node);
     // A node that was ready must not become unready only because its CSINode is not written yet.
-    let _ = tokio::time::timeout(FIRST, context.csi.is_ready()).await;
+    let _ = tokio::time::timeout(FIRST_STATUS_TIMEOUT, context.csi.is_ready()).await;
     let (mut view, mut ips) = (inputs.view.clone(), context.node_ips.subscribe());
     let mut pressures = context.pressures.subscribe();
     let mut shutting_down = context.shutting_down.subscribe();
@@ -320,7 +320,7 @@ pub(super) async fn keep(
         },
     };
     let update = context.config.node_status_update;
-    let mut pauses = Doubling::new(PAUSE, update);
+    let mut pauses = Doubling::new(RETRY_PAUSE, update);
     loop {
         let node = tokio::select! {
             biased;

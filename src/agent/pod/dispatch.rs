@@ -28,7 +28,7 @@ use crate::kubeapi::cache::Changes;
 use crate::sealed::Keeper;
 
 /// Maximum time between heartbeats of an idle dispatcher.
-const TURN: Duration = Duration::from_secs(60);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(60);
 
 struct Worker {
     inbox: Inbox,
@@ -216,7 +216,7 @@ pub async fn run(
                 let statics = inputs.statics.borrow_and_update().clone();
                 dispatcher.statics_are(&statics);
             }
-            () = tokio::time::sleep(TURN) => {}
+            () = tokio::time::sleep(HEARTBEAT_INTERVAL) => {}
         }
     }
 }

@@ -26,10 +26,10 @@ use crate::core::repeated::RepeatedFailures;
 use crate::sys::clock::Clock;
 
 /// Limit for journals of deleted pods.
-const GONE: usize = 64;
+const MAX_DELETED: usize = 64;
 /// How many of these stay uncompressed. Compressing costs more than the rest of a pod's cleanup, and
 /// saves little on a node where few pods are deleted.
-const FRESH: usize = 16;
+const MAX_UNCOMPRESSED: usize = 16;
 
 /// A worker's record, in the form in which it is stored.
 #[derive(Default)]
@@ -41,7 +41,7 @@ enum Recorded {
     Growing(Box<Record>),
     /// The pod was deleted; its record is one JSON text. Thousands of small allocations would fragment the heap.
     Written(Vec<u8>),
-    /// The pod was deleted before the last [`FRESH`] ones: the JSON text compressed to a tenth.
+    /// The pod was deleted before the last [`MAX_UNCOMPRESSED`] ones: the JSON text compressed to a tenth.
     Packed(Vec<u8>),
 }
 
@@ -338,7 +338,7 @@ impl Journals {
             .clone()
     }
 
-    /// Marks a pod as deleted. Its journal is kept until [`GONE`] other pods were deleted.
+    /// Marks a pod as deleted. Its journal is kept until [`MAX_DELETED`] other pods were deleted.
     pub fn gone(&self, uid: &str) {
         let log = self.lock().pods.get(uid).map(|kept| kept.log.clone());
         if let Some(log) = log {
@@ -347,14 +347,14 @@ impl Journals {
         }
         let mut all = self.lock();
         all.gone.push_back(uid.to_owned());
-        let aged = all.gone.len().checked_sub(FRESH + 1);
+        let aged = all.gone.len().checked_sub(MAX_UNCOMPRESSED + 1);
         let aged = aged.and_then(|at| all.pods.get(&all.gone[at]));
         if let Some(log) = aged.map(|kept| kept.log.clone()) {
             drop(all);
             log.recorded().pack();
             all = self.lock();
         }
-        while all.gone.len() > GONE {
+        while all.gone.len() > MAX_DELETED {
             if let Some(oldest) = all.gone.pop_front() {
                 all.pods.remove(&oldest);
             }
@@ -419,7 +419,7 @@ mod tests {
         journals.gone("u");
         assert!(matches!(&*log.recorded(), Recorded::Written(_)));
         assert_eq!(journals.record("n", "p"), Some(record.clone()));
-        for other in 0..FRESH {
+        for other in 0..MAX_UNCOMPRESSED {
             journals.gone(&other.to_string());
         }
         assert!(matches!(&*log.recorded(), Recorded::Packed(bytes) if bytes.len() < 2_000));

@@ -26,7 +26,7 @@ use crate::cri::RuntimeError;
 const ORPHAN_SWEEP_INTERVAL: Duration = Duration::from_secs(60);
 /// Interval between warnings about a removal that is still running. The removal is not cancelled: if it continued
 /// unobserved, it could delete the directories of a static pod that is recreated with the same uid.
-const SLOW_REMOVAL: Duration = Duration::from_secs(150);
+const SLOW_REMOVAL_WARNING: Duration = Duration::from_secs(150);
 /// Timeout for deleting one mirror pod.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Back-off after a failed removal or deletion.
@@ -198,7 +198,7 @@ async fn remove(
     let removed = {
         let mut removal = std::pin::pin!(clear(&context, &uid));
         loop {
-            match tokio::time::timeout(SLOW_REMOVAL, &mut removal).await {
+            match tokio::time::timeout(SLOW_REMOVAL_WARNING, &mut removal).await {
                 Ok(removed) => break removed,
                 Err(_) => {
                     let after = begun.elapsed();

@@ -25,9 +25,9 @@ use crate::core::pod::{self, Role};
 use crate::cri::RuntimeErrorKind;
 
 /// How often a probe is attempted before its result is unknown.
-const TRIES: usize = 3;
+const MAX_ATTEMPTS: usize = 3;
 /// A container that started more than this before the agent was already running when the agent started.
-const ADOPTED: SignedDuration = SignedDuration::from_secs(10);
+const ADOPTED_AFTER: SignedDuration = SignedDuration::from_secs(10);
 
 /// The probe tasks of one container instance. Dropping a guard stops its task after the probe in progress has
 /// completed. containerd 2.1 may take long to stop a container while an ExecSync is pending whose client has cancelled.
@@ -224,7 +224,7 @@ fn first_probe(
 ) -> Duration {
     let up = Duration::try_from(now.duration_since(since)).unwrap_or_default();
     let rest = timing.delay.saturating_sub(up);
-    if agent_started.duration_since(since) <= ADOPTED {
+    if agent_started.duration_since(since) <= ADOPTED_AFTER {
         return rest;
     }
     let share = id.bytes().fold(0_u64, |sum, b| {
@@ -322,7 +322,7 @@ impl Prober {
     async fn ask(&self) -> Option<bool> {
         let begun = Instant::now();
         let mut answer = self.answer().await;
-        for _ in 1..TRIES {
+        for _ in 1..MAX_ATTEMPTS {
             if !matches!(answer, Answer::Unknown(_)) || self.stop.is_cancelled() {
                 break;
             }

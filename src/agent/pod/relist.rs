@@ -17,13 +17,13 @@ use crate::core::pod::observed::RuntimeEvent;
 use crate::cri::{ListedPod, RuntimeError, RuntimeErrorKind};
 
 /// Interval between listings without and with runtime events.
-const PERIOD: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+const LIST_INTERVALS: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
 /// Pause after a failed subscription to runtime events.
 const RESUBSCRIBE: Duration = Duration::from_secs(5);
 
 /// Idle time after which the allocator returns memory.
-const QUIET: Duration = Duration::from_secs(2);
+const IDLE_TRIM_AFTER: Duration = Duration::from_secs(2);
 
 /// The state that each worker last observed, as a fingerprint by pod uid. A
 /// listing with the same fingerprint is no change.
@@ -81,10 +81,10 @@ pub enum Hint {
     Listed(Vec<ListedPod>),
 }
 
-/// Waits for [`QUIET`] after the last activity; never returns without activity.
+/// Waits for [`IDLE_TRIM_AFTER`] after the last activity; never returns without activity.
 async fn trimming(quiet_since: Option<Instant>) {
     match quiet_since {
-        Some(since) => tokio::time::sleep_until(since + QUIET).await,
+        Some(since) => tokio::time::sleep_until(since + IDLE_TRIM_AFTER).await,
         None => std::future::pending().await,
     }
 }
@@ -215,7 +215,7 @@ impl Relist {
         let Some(event) = event else {
             // The runtime may have restarted between two listings.
             (self.stream, self.was_away) = (None, true);
-            self.next_try = self.next_try.max(Instant::now() + PERIOD.0);
+            self.next_try = self.next_try.max(Instant::now() + LIST_INTERVALS.0);
             return Ok(());
         };
         self.quiet_since = Some(Instant::now());
@@ -242,7 +242,7 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
             event = next_event(relist.stream.as_mut()) => {
                 let taken = relist.take_event(event).await;
                 if relist.stream.is_none() {
-                    next = next.min(Instant::now() + PERIOD.0);
+                    next = next.min(Instant::now() + LIST_INTERVALS.0);
                 }
                 taken
             }
@@ -250,7 +250,7 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
             Some(round) = &mut under_way, if is_listing => {
                 (under_way, is_listing) = (None.into(), false);
                 let taken = relist.take(round).await;
-                let period = if relist.stream.is_some() { PERIOD.1 } else { PERIOD.0 };
+                let period = if relist.stream.is_some() { LIST_INTERVALS.1 } else { LIST_INTERVALS.0 };
                 next = Instant::now() + period;
                 taken
             }

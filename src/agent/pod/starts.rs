@@ -13,14 +13,14 @@ use tokio::sync::{Semaphore, watch};
 use tokio::time::Instant;
 
 /// Sandboxes created at the same time, for each processor.
-const OF_EACH_PROCESSOR: u32 = 3;
+const SLOTS_PER_CPU: u32 = 3;
 
 /// How long a sandbox keeps its slot, and how long a start counts as in progress. A longer start does not wait for a
 /// processor but for a network plugin, a server or a hook, and must not delay others.
-const HOLDS_FOR: Duration = Duration::from_secs(1);
+const SLOT_TIME: Duration = Duration::from_secs(1);
 
 /// Maximum delay of postponed work.
-const PATIENCE: Duration = Duration::from_secs(5);
+const MAX_POSTPONE: Duration = Duration::from_secs(5);
 
 /// The starts of a node.
 #[derive(Debug)]
@@ -34,11 +34,11 @@ pub struct Starts {
 pub struct Lull(watch::Receiver<usize>);
 
 impl Lull {
-    /// Waits until no start is in progress, but at most [`PATIENCE`] after `since`. Cancel-safe.
+    /// Waits until no start is in progress, but at most [`MAX_POSTPONE`] after `since`. Cancel-safe.
     pub async fn wait(&mut self, since: Instant) {
         let lull = self.0.wait_for(|count| *count == 0);
         // An error means that the node's starts were dropped, so nothing is in progress.
-        let _ = tokio::time::timeout_at(since + PATIENCE, lull).await;
+        let _ = tokio::time::timeout_at(since + MAX_POSTPONE, lull).await;
     }
 }
 
@@ -58,10 +58,10 @@ impl Drop for UnderWay<'_> {
     }
 }
 
-/// Runs `work`, and drops `held` when the work is done or has taken [`HOLDS_FOR`].
+/// Runs `work`, and drops `held` when the work is done or has taken [`SLOT_TIME`].
 async fn holding<F: Future>(held: impl Sized, work: F) -> F::Output {
     let mut work = pin!(work);
-    match tokio::time::timeout(HOLDS_FOR, &mut work).await {
+    match tokio::time::timeout(SLOT_TIME, &mut work).await {
         Ok(done) => done,
         Err(_) => {
             drop(held);
@@ -74,7 +74,7 @@ impl Starts {
     /// Creates slots for this number of processors.
     #[must_use]
     pub fn for_processors(count: u32) -> Starts {
-        let slots = count.max(1).saturating_mul(OF_EACH_PROCESSOR);
+        let slots = count.max(1).saturating_mul(SLOTS_PER_CPU);
         Starts {
             slots: Semaphore::new(slots as usize),
             under_way: watch::Sender::default(),

@@ -20,16 +20,16 @@ use crate::https::{Body, Peer, text};
 use crate::kubeapi::reviews::{Identity, NodeAsk, Reviews};
 
 /// Limit for entries of each cache.
-const REMEMBERED: usize = 1024;
+const MAX_CACHE_ENTRIES: usize = 1024;
 /// How long an invalid token is cached.
-const NOBODY: Duration = Duration::from_secs(10);
+const INVALID_TOKEN_TTL: Duration = Duration::from_secs(10);
 /// Limit for parallel token reviews. Access reviews do not count, so that invalid tokens cannot delay
 /// clients with a certificate or a cached token.
-const REVIEWS: usize = 8;
+const MAX_PARALLEL_REVIEWS: usize = 8;
 /// Limit for tokens that wait for a review; further requests are rejected with 429.
-const WAITING: usize = 64;
+const MAX_WAITING_REVIEWS: usize = 64;
 /// How many waiting or reviewed tokens one address may have, so that a flood from one address does not block others.
-const OF_ONE: usize = 16;
+const MAX_REVIEWS_PER_ADDRESS: usize = 16;
 
 /// A cache whose entries expire.
 struct Answers<K, V>(Mutex<HashMap<K, (Instant, V)>>);
@@ -49,10 +49,10 @@ impl<K: Hash + Eq, V: Clone> Answers<K, V> {
 
     fn put(&self, key: K, value: V, ttl: Duration) {
         let mut known = lock(&self.0);
-        if known.len() >= REMEMBERED {
+        if known.len() >= MAX_CACHE_ENTRIES {
             known.retain(|_, (until, _)| *until > Instant::now());
         }
-        if known.len() >= REMEMBERED {
+        if known.len() >= MAX_CACHE_ENTRIES {
             known.clear();
         }
         known.insert(key, (Instant::now() + ttl, value));
@@ -85,7 +85,7 @@ impl<'a> Taken<'a> {
     fn one(places: &'a Mutex<HashMap<IpAddr, usize>>, address: IpAddr) -> Option<Taken<'a>> {
         let mut all = lock(places);
         let count = all.entry(address).or_default();
-        (*count < OF_ONE).then(|| {
+        (*count < MAX_REVIEWS_PER_ADDRESS).then(|| {
             *count += 1;
             Taken(places, address)
         })
@@ -139,8 +139,8 @@ impl Access {
             tokens: Answers::new(),
             nobodys: Answers::new(),
             decisions: Answers::new(),
-            reviewing: Semaphore::new(REVIEWS),
-            waiting: Semaphore::new(REVIEWS + WAITING),
+            reviewing: Semaphore::new(MAX_PARALLEL_REVIEWS),
+            waiting: Semaphore::new(MAX_PARALLEL_REVIEWS + MAX_WAITING_REVIEWS),
             taken: Mutex::default(),
         }
     }
@@ -197,7 +197,7 @@ impl Access {
                 Ok(found)
             }
             Ok(None) => {
-                self.nobodys.put(key, (), NOBODY);
+                self.nobodys.put(key, (), INVALID_TOKEN_TTL);
                 Err(unauthorized())
             }
             Err(error) => {
@@ -415,7 +415,7 @@ mod tests {
             200
         );
         // Invalid tokens do not evict valid ones.
-        for n in 0..2 * REMEMBERED {
+        for n in 0..2 * MAX_CACHE_ENTRIES {
             let wrong = format!("wrong{n}");
             let answer = code(&access, &nobody, Some(&wrong), "GET", "/metrics").await;
             assert_eq!(answer, 401);
@@ -424,14 +424,20 @@ mod tests {
         let answer = code(&access, &nobody, Some("good"), "GET", "/metrics").await;
         assert_eq!((answer, fixed.asked.load(Ordering::Relaxed)), (200, asked));
 
-        let tokens: Vec<String> = (0..REVIEWS + WAITING).map(|n| format!("slow{n}")).collect();
+        let tokens: Vec<String> = (0..MAX_PARALLEL_REVIEWS + MAX_WAITING_REVIEWS)
+            .map(|n| format!("slow{n}"))
+            .collect();
         let from = |n: usize| Peer {
             address: ([192, 0, 2, u8::try_from(n).expect("small")], 1).into(),
             certificate: None,
         };
-        let peers: Vec<Peer> = (0..tokens.len()).map(|n| from(n / OF_ONE)).collect();
+        let peers: Vec<Peer> = (0..tokens.len())
+            .map(|n| from(n / MAX_REVIEWS_PER_ADDRESS))
+            .collect();
         let begin = |n: usize| code(&access, &peers[n], Some(&tokens[n]), "GET", "/metrics");
-        let mut one = std::pin::pin!(futures::future::join_all((0..OF_ONE).map(begin)));
+        let mut one = std::pin::pin!(futures::future::join_all(
+            (0..MAX_REVIEWS_PER_ADDRESS).map(begin)
+        ));
         assert!(futures::poll!(one.as_mut()).is_pending());
         // The first address has reached its limit; other addresses are not affected.
         for (address, expected) in [(0, 429), (1, 401)] {
@@ -444,7 +450,7 @@ mod tests {
                 _ => assert!(futures::poll!(new.as_mut()).is_pending()),
             }
         }
-        let rest = (OF_ONE..tokens.len()).map(begin);
+        let rest = (MAX_REVIEWS_PER_ADDRESS..tokens.len()).map(begin);
         let mut flood = std::pin::pin!(futures::future::join_all(rest));
         assert!(futures::poll!(flood.as_mut()).is_pending());
         assert_eq!(

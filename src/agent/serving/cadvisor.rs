@@ -460,7 +460,7 @@ pub async fn cadvisor(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     let snapshot = figures::snapshot(server, Depth::All)
         .await
         .map_err(broken)?;
-    let image = match tokio::time::timeout(figures::PATIENCE, server.of_images()).await {
+    let image = match tokio::time::timeout(figures::RUNTIME_TIMEOUT, server.of_images()).await {
         Ok(Ok((_, image))) => image.clone(),
         Ok(Err(error)) => {
             tracing::debug!(%error, "cannot read the sandbox image from the runtime");

@@ -32,7 +32,7 @@ const STDIN: &str = "stdin";
 const STDOUT: &str = "stdout";
 const STDERR: &str = "stderr";
 /// Size of an output buffer, in bytes.
-const PIECE: usize = 32 << 10;
+const BUFFER_SIZE: usize = 32 << 10;
 /// Size limit of one terminal size in JSON, in bytes.
 const MAX_SIZE_LENGTH: usize = 4 << 10;
 /// Back-off between attempts to delete a command.
@@ -240,7 +240,7 @@ async fn copy_input(fifos: &Fifos, mut input: mpsc::Receiver<Vec<u8>>) -> std::i
 /// Copies a command's output to the client. After the client has disconnected, output
 /// is discarded, so that the command can continue.
 async fn forward(mut from: PipeReader, mut to: Option<Output>, kind: OutputKind) {
-    let mut piece = vec![0; PIECE];
+    let mut piece = vec![0; BUFFER_SIZE];
     loop {
         let length = match from.read(&mut piece).await {
             Ok(0) => break,

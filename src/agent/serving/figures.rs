@@ -29,15 +29,15 @@ use crate::sys::machine::Room;
 use crate::sys::meter::{self, Processes, Whole};
 
 /// How long a measurement is reused.
-const FRESH: Duration = Duration::from_secs(1);
+const SNAPSHOT_TTL: Duration = Duration::from_secs(1);
 /// How long a cgroup's settings are reused, at least and at most: spread, so that they are not all read at once.
-const SET: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(60));
+const SETTINGS_TTL: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(60));
 /// How long a pod's disk usage is reused, as it is expensive to measure.
-const COUNTED: Duration = Duration::from_secs(60);
+const DISK_USAGE_TTL: Duration = Duration::from_secs(60);
 /// Maximum time to wait for a measurement of disk usage; a later result is available to the next request.
 const COUNT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum time to wait for the runtime's list of containers if an earlier list is available.
-pub const PATIENCE: Duration = Duration::from_secs(2);
+pub const RUNTIME_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A running container.
 #[derive(Debug, Clone)]
@@ -213,7 +213,7 @@ impl Running {
         &self,
         asked: impl Future<Output = Result<Vec<RunningContainer>, RuntimeError>>,
     ) -> Result<Vec<RunningContainer>, RuntimeError> {
-        let answer = tokio::time::timeout(PATIENCE, asked).await;
+        let answer = tokio::time::timeout(RUNTIME_TIMEOUT, asked).await;
         let answer = answer.unwrap_or_else(|_| {
             Err(RuntimeError {
                 kind: RuntimeErrorKind::Timeout,
@@ -284,7 +284,7 @@ fn began(pod: &Pod, container: &str) -> Option<Timestamp> {
 pub async fn snapshot(server: &Arc<Server>, depth: Depth) -> Result<Arc<Snapshot>, RuntimeError> {
     let mut kept = server.figures.last.lock().await;
     if let Some((at, known)) = kept.0.clone() {
-        if at.elapsed() >= FRESH {
+        if at.elapsed() >= SNAPSHOT_TTL {
             kept.1 = Some((at, known));
         } else if known.depth >= depth {
             return Ok(known);
@@ -322,7 +322,9 @@ impl Meter {
             let turn = u32::try_from(now.len() % 16).unwrap_or(0);
             let settings = texts.iter().filter(|(file, _)| is_setting(file));
             Settings {
-                until: Instant::now() + SET.0 + (SET.1 - SET.0) * turn / 16,
+                until: Instant::now()
+                    + SETTINGS_TTL.0
+                    + (SETTINGS_TTL.1 - SETTINGS_TTL.0) * turn / 16,
                 depth: self.depth,
                 texts: settings.map(|(f, text)| (*f, text.clone())).collect(),
             }
@@ -566,7 +568,9 @@ pub async fn disks(server: &Arc<Server>, pods: &[PodFigures]) -> HashMap<String,
             );
             tasks.push(tokio::spawn(async move {
                 let mut known = disk.lock().await;
-                if let Some((_, figures)) = known.as_ref().filter(|(at, _)| at.elapsed() < COUNTED)
+                if let Some((_, figures)) = known
+                    .as_ref()
+                    .filter(|(at, _)| at.elapsed() < DISK_USAGE_TTL)
                 {
                     return (pod::uid(&pod).to_owned(), figures.clone());
                 }

@@ -21,9 +21,9 @@ use crate::sys::link;
 /// The socket's name, below the root directory.
 pub const SOCKET: &str = "holdfast.sock";
 /// Limit for parallel connections; further ones wait.
-const AT_ONCE: usize = 8;
+const MAX_CONNECTIONS: usize = 8;
 /// Timeout for an answer, including the removal of images.
-const ANSWERING: Duration = Duration::from_secs(600);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Serves until the process exits. If the socket cannot be created, the agent runs without it.
 pub async fn run(context: Arc<Context>) {
@@ -45,12 +45,12 @@ pub async fn run(context: Arc<Context>) {
             let serve = hyper::server::conn::http1::Builder::new()
                 .serve_connection(TokioIo::new(stream), service);
             // Does not block on a client that has stopped reading.
-            if tokio::time::timeout(ANSWERING, serve).await.is_err() {
+            if tokio::time::timeout(ANSWER_TIMEOUT, serve).await.is_err() {
                 tracing::debug!("a request on the local socket timed out");
             }
         }
     };
-    link::serve(listener, AT_ONCE, serve).await;
+    link::serve(listener, MAX_CONNECTIONS, serve).await;
 }
 
 /// The runtime's pulls in progress; `None` if the runtime does not report them.

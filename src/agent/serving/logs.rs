@@ -28,13 +28,13 @@ use crate::https::{Body, BoxError, text};
 use crate::sys::watch::Changes;
 
 /// Limit for pieces that wait for a slow client.
-const AHEAD: usize = 2;
+const MAX_QUEUED_PIECES: usize = 2;
 /// Maximum time between reads of a log without changes, and between checks whether its container is running.
-const LOOK: (Duration, Duration) = (Duration::from_secs(5), Duration::from_millis(500));
+const POLL_INTERVALS: (Duration, Duration) = (Duration::from_secs(5), Duration::from_millis(500));
 /// How long to wait for writes of the runtime to a log that was rotated.
-const REST: Duration = Duration::from_millis(50);
+const ROTATION_DELAY: Duration = Duration::from_millis(50);
 /// Output of a container within this time is sent together.
-const TOGETHER: Duration = Duration::from_millis(10);
+const COALESCE_TIME: Duration = Duration::from_millis(10);
 
 /// The container instance of a log.
 #[derive(Debug, PartialEq, Eq)]
@@ -214,7 +214,7 @@ pub async fn of_container(
         let open = || format!("failed to open log file {path:?}: {e}");
         bad(instance.forgotten.unwrap_or_else(open))
     })?;
-    let (sender, pieces) = mpsc::channel(AHEAD);
+    let (sender, pieces) = mpsc::channel(MAX_QUEUED_PIECES);
     let decoder = Decoder::new(&options);
     let decoder = match log.tail() {
         Some(start) => decoder.beginning(start),
@@ -298,7 +298,7 @@ async fn read_to_end(
         }
         match next {
             Next::Same if piece.is_empty() => return Some(log),
-            Next::Ending => tokio::time::sleep(REST).await,
+            Next::Ending => tokio::time::sleep(ROTATION_DELAY).await,
             Next::Same | Next::Another => {}
         }
     }
@@ -331,9 +331,13 @@ async fn read(
             return;
         };
         let soon = asked
-            .map(|at| LOOK.1.saturating_sub(at.elapsed()))
+            .map(|at| POLL_INTERVALS.1.saturating_sub(at.elapsed()))
             .filter(|left| !left.is_zero());
-        let limit = soon.unwrap_or(if news { LOOK.1 } else { LOOK.0 });
+        let limit = soon.unwrap_or(if news {
+            POLL_INTERVALS.1
+        } else {
+            POLL_INTERVALS.0
+        });
         if soon.is_none() {
             news = false;
             asked = Some(Instant::now());
@@ -347,7 +351,7 @@ async fn read(
         tokio::select! {
             () = changes.next(limit) => {
                 news |= begun.elapsed() < limit;
-                tokio::time::sleep(TOGETHER).await;
+                tokio::time::sleep(COALESCE_TIME).await;
             }
             () = to.closed() => return,
         }
@@ -389,7 +393,7 @@ async fn below(path: &str, lists: bool) -> Result<Response<Body>, Refusal> {
                 .collect::<String>(),
         )),
         Ok(mut file) => {
-            let (sender, pieces) = mpsc::channel(AHEAD);
+            let (sender, pieces) = mpsc::channel(MAX_QUEUED_PIECES);
             tokio::spawn(async move {
                 loop {
                     let took = blocking(move || {

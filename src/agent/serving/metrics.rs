@@ -238,7 +238,7 @@ async fn what_is_managed(out: &mut Page, context: &Context) {
 /// The running pods and containers, and the dead containers, as the runtime reports them.
 async fn what_runs(out: &mut Page, server: &Server) {
     let ended = server.context.runtime.dead_containers();
-    let ended = tokio::time::timeout(figures::PATIENCE, ended);
+    let ended = tokio::time::timeout(figures::RUNTIME_TIMEOUT, ended);
     let (running, ended) = tokio::join!(figures::running(server), ended);
     let running = match running {
         Ok(running) => running,

@@ -48,13 +48,13 @@ pub use listen::Unserved;
 pub use sessions::Sessions;
 
 /// Limits of the main listener.
-const MAIN: Limits = Limits {
+const MAIN_LIMITS: Limits = Limits {
     evict_unauthenticated: false,
     connections: 512,
     idle: Some(Duration::from_secs(90)),
 };
 /// Limits of the other listeners.
-const SIDE: Limits = Limits {
+const OTHER_LIMITS: Limits = Limits {
     evict_unauthenticated: false,
     connections: 32,
     idle: Some(Duration::from_secs(30)),
@@ -294,7 +294,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         let listener = listen::on(&server.context, Part::Main, serving.main).await;
         service::ready();
         let server = Arc::clone(&server);
-        https::serve(listener, Some(tls), MAIN, move |peer, request| {
+        https::serve(listener, Some(tls), MAIN_LIMITS, move |peer, request| {
             Arc::clone(&server).answer(peer, request)
         })
         .await;
@@ -308,7 +308,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         https::serve(
             listener,
             None,
-            SIDE,
+            OTHER_LIMITS,
             move |_, mut request: Request<Incoming>| {
                 let server = Arc::clone(&server);
                 async move {
@@ -338,7 +338,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         https::serve(
             listener,
             None,
-            SIDE,
+            OTHER_LIMITS,
             move |_, request: Request<Incoming>| {
                 let server = Arc::clone(&server);
                 async move {

@@ -18,7 +18,7 @@ use crate::https::Body;
 /// Timeout of a query.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(30);
 /// Size of a read buffer, in bytes.
-const PIECE: usize = 64 << 10;
+const BUFFER_SIZE: usize = 64 << 10;
 
 /// Answers a query; `None` if the request is not a query.
 pub async fn search(query: &str) -> Result<Option<Response<Body>>, Refusal> {
@@ -59,7 +59,7 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
         ));
     };
     let errors = errors_of(&mut child);
-    let mut first = vec![0; PIECE];
+    let mut first = vec![0; BUFFER_SIZE];
     let begun = tokio::time::timeout(SEARCH_TIMEOUT, out.read(&mut first)).await;
     let length = begun
         .map_err(|_| {
@@ -95,7 +95,7 @@ async fn pass_on(
 ) {
     let mut piece = first;
     while !piece.is_empty() && to.send(std::mem::take(&mut piece).into()).await.is_ok() {
-        piece = vec![0; PIECE];
+        piece = vec![0; BUFFER_SIZE];
         let length = out.read(&mut piece).await.unwrap_or(0);
         piece.truncate(length);
     }
@@ -115,7 +115,7 @@ fn errors_of(child: &mut Child) -> JoinHandle<Vec<u8>> {
     tokio::spawn(async move {
         let mut text = vec![];
         if let Some(errors) = errors
-            && let Err(error) = errors.take(PIECE as u64).read_to_end(&mut text).await
+            && let Err(error) = errors.take(BUFFER_SIZE as u64).read_to_end(&mut text).await
         {
             tracing::debug!(%error, "cannot read the error output of a search");
         }

@@ -19,7 +19,7 @@ use tokio::time::Instant;
 
 use crate::agent::Context;
 use crate::agent::metrics::VolumeOperation;
-use crate::agent::volume::reported::{REPORTING, Reported};
+use crate::agent::volume::reported::{REPORT_TIMEOUT, Reported};
 use crate::core::lock::lock;
 use crate::core::pod;
 use crate::core::volume::disks;
@@ -164,7 +164,7 @@ pub(super) async fn is_listed(context: &Context, volume: &str) -> bool {
     };
     let mut node = context.node.subscribe();
     let says = node.wait_for(|node| node.as_deref().is_some_and(lists));
-    matches!(tokio::time::timeout(REPORTING, says).await, Ok(Ok(_)))
+    matches!(tokio::time::timeout(REPORT_TIMEOUT, says).await, Ok(Ok(_)))
 }
 
 #[cfg(test)]

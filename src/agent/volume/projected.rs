@@ -18,14 +18,14 @@ use crate::host::{HostError, blocking};
 use crate::kubeapi::pods::{ApiFailure, CertificateFor, Issued, TokenFor};
 
 /// Pauses between reads of a pending certificate request, before the volume's next attempt reads it.
-const LOOKS: [Duration; 4] = [
+const READ_PAUSES: [Duration; 4] = [
     Duration::from_millis(50),
     Duration::from_millis(200),
     Duration::from_millis(500),
     Duration::from_secs(1),
 ];
 /// How long a pending request is kept before it is replaced.
-const UNDECIDED: SignedDuration = SignedDuration::from_mins(10);
+const MAX_PENDING: SignedDuration = SignedDuration::from_mins(10);
 
 /// A pending certificate request.
 struct Asked {
@@ -189,7 +189,7 @@ async fn certify(
     if certified
         .asked
         .as_ref()
-        .is_none_or(|asked| now.duration_since(asked.at) > UNDECIDED)
+        .is_none_or(|asked| now.duration_since(asked.at) > MAX_PENDING)
     {
         certified.asked = Some(ask(context, pod, source).await?);
     }
@@ -199,9 +199,9 @@ async fn certify(
     let namespace = pod.namespace().unwrap_or_default();
     let about = format!("PodCertificateRequest {namespace}/{}", asked.request);
     let looks = if certified.issued.is_some() {
-        &LOOKS[..0]
+        &READ_PAUSES[..0]
     } else {
-        &LOOKS[..]
+        &READ_PAUSES[..]
     };
     for pause in std::iter::once(&Duration::ZERO).chain(looks) {
         tokio::time::sleep(*pause).await;

@@ -12,7 +12,7 @@ use crate::sys::meter;
 use crate::sys::patient::Patient;
 
 /// Timeout for reading a filesystem's usage.
-const PATIENCE: Duration = Duration::from_secs(2);
+const FILESYSTEM_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The measurements of one round.
 #[derive(Debug, Clone, Default)]
@@ -83,7 +83,7 @@ impl Default for Filesystems {
         Filesystems {
             calls: Patient::default(),
             read: |dir| Ok((Room::of(dir)?, std::fs::metadata(dir)?.dev())),
-            patience: PATIENCE,
+            patience: FILESYSTEM_TIMEOUT,
         }
     }
 }

@@ -40,13 +40,13 @@ const EVICTED: &str = "Evicted";
 /// Interval between full measurements.
 const PERIOD: Duration = Duration::from_secs(10);
 /// Interval while memory or process ids are short and no pod could be evicted: a pod may have started.
-const UNRELIEVED: Duration = Duration::from_secs(1);
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval between checks whether an evicted pod has terminated.
-const LOOK: Duration = Duration::from_millis(50);
+const TERMINATION_POLL: Duration = Duration::from_millis(50);
 /// Minimum pause between measurements, even if memory fluctuates around a threshold.
-const BREATH: Duration = Duration::from_millis(20);
+const MIN_PAUSE: Duration = Duration::from_millis(20);
 /// Pause after the runtime failed to report the directory of its images.
-const AGAIN: Duration = Duration::from_secs(10);
+const IMAGE_DIR_RETRY: Duration = Duration::from_secs(10);
 
 /// Runs until the process exits. Measures nothing without thresholds.
 pub async fn run(context: Arc<Context>) {
@@ -103,7 +103,7 @@ async fn find_images(context: Arc<Context>, found: watch::Sender<Option<PathBuf>
             Ok(stock) => return found.send_modify(|dir| *dir = Some(stock.mountpoint)),
             Err(error) => {
                 tracing::debug!(%error, "cannot read the runtime's image filesystem; retrying");
-                tokio::time::sleep(AGAIN).await;
+                tokio::time::sleep(IMAGE_DIR_RETRY).await;
             }
         }
     }
@@ -205,7 +205,7 @@ impl Manager {
         }
         let quick = [Resource::Memory, Resource::Pids];
         match tried.iter().any(|(resource, _)| quick.contains(resource)) {
-            true => Some(rest.min(UNRELIEVED)),
+            true => Some(rest.min(RETRY_INTERVAL)),
             false => Some(rest),
         }
     }
@@ -248,7 +248,7 @@ impl Manager {
     /// terminated, or until a further memory threshold is met.
     async fn rest(&mut self, most: Duration) {
         let until = Instant::now() + most;
-        tokio::time::sleep(BREATH).await;
+        tokio::time::sleep(MIN_PAUSE).await;
         loop {
             if self.has_one_ended().await {
                 return;
@@ -257,7 +257,7 @@ impl Manager {
                 return;
             };
             if !self.ending.is_empty() {
-                look = look.min(LOOK);
+                look = look.min(TERMINATION_POLL);
             }
             let next = until.min(Instant::now() + look);
             tokio::select! {

@@ -18,7 +18,7 @@ use crate::core::pod::{cri_config, dns};
 /// More than a runtime takes to create a sandbox while no network plugin hangs. containerd (1.6 to 2.2)
 /// calls the plugins and then starts the sandbox's shim. If the call is cancelled during that start, the
 /// shim is leaked, and the runtime does not know it.
-const USUAL: Duration = Duration::from_secs(5);
+const USUAL_CREATION_TIME: Duration = Duration::from_secs(5);
 
 impl Job {
     pub(super) async fn sandbox(&self, attempt: u32) -> Result<(Outcome, Option<Asset>)> {
@@ -47,7 +47,7 @@ impl Job {
     async fn cut_off(&self, asked: &AtomicBool) {
         self.tools.ending.cancelled().await;
         if asked.load(Ordering::Relaxed) {
-            tokio::time::sleep(USUAL).await;
+            tokio::time::sleep(USUAL_CREATION_TIME).await;
         }
     }
 

@@ -31,10 +31,10 @@ use crate::cri::{RuntimeError, RuntimeErrorKind};
 use crate::host::SubPath;
 
 /// Maximum time to wait for the runtime to complete a cancelled start.
-const START_ENDS: Duration = Duration::from_secs(10);
+const CANCELLED_START_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout for reading the status of a container that was just started.
 /// Afterwards the worker observes the whole pod instead.
-const STARTED_TELLS: Duration = Duration::from_secs(2);
+const STARTED_STATUS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The sandbox of a container.
 pub(super) struct Place<'a> {
@@ -107,7 +107,7 @@ impl Job {
     /// observes the whole pod and reports the error.
     async fn just_started(&self, id: &str, sandbox: &str) -> Option<Box<observed::Container>> {
         let ask = self.context().runtime.container(id, sandbox);
-        match tokio::time::timeout(STARTED_TELLS, ask).await {
+        match tokio::time::timeout(STARTED_STATUS_TIMEOUT, ask).await {
             Ok(Ok(container)) => container.map(Box::new),
             Ok(Err(error)) => {
                 tracing::debug!(%error, id, "cannot read the status of a started container");
@@ -128,7 +128,7 @@ impl Job {
         answer.map_err(RuntimeError::without_code)
     }
 
-    /// Creates a container. If the operation is cancelled, the call continues for [`START_ENDS`]: a runtime whose call
+    /// Creates a container. If the operation is cancelled, the call continues for [`CANCELLED_START_TIMEOUT`]: a runtime whose call
     /// is cancelled may create the container after the worker's last observation of the pod.
     async fn create_uncut(
         &self,
@@ -148,7 +148,7 @@ impl Job {
                 }
                 () = async {
                     answer.closed().await;
-                    tokio::time::sleep(START_ENDS).await;
+                    tokio::time::sleep(CANCELLED_START_TIMEOUT).await;
                 } => {}
             }
         };
@@ -157,10 +157,13 @@ impl Job {
         created.await.map_err(|e| Fault::later(e.to_string()))
     }
 
-    /// Waits for the calls of cancelled starts, at most [`START_ENDS`].
+    /// Waits for the calls of cancelled starts, at most [`CANCELLED_START_TIMEOUT`].
     pub(super) async fn starts_settle(&self) {
         let settled = self.tools.starts.wait();
-        if tokio::time::timeout(START_ENDS, settled).await.is_err() {
+        if tokio::time::timeout(CANCELLED_START_TIMEOUT, settled)
+            .await
+            .is_err()
+        {
             tracing::warn!("the runtime is still starting a container that is no longer needed");
         }
     }

@@ -17,7 +17,7 @@ use crate::core::pod::worker::Outcome;
 use tokio::time::Instant;
 
 /// Minimum grace period of a container, in seconds.
-const FLOOR: i64 = 2;
+const MIN_GRACE_SECONDS: i64 = 2;
 
 /// Emits the event `FailedPreStopHook` when dropped, if the hook failed or was
 /// still running when its container was stopped.
@@ -55,7 +55,7 @@ impl Job {
 
     /// Stops a container by `until`. The first attempt emits an event and runs the preStop hook; a failed hook
     /// does not prevent the stop. A hook may still be running at the end of the grace period. It then
-    /// continues until the container is killed, which gets [`FLOOR`] more seconds (upstream's
+    /// continues until the container is killed, which gets [`MIN_GRACE_SECONDS`] more seconds (upstream's
     /// `executePreStopHook` and `minimumGracePeriodInSeconds`).
     pub(super) async fn stop(&self, kill: &Kill, first: bool, until: Timestamp) -> Result<Outcome> {
         let at_once = kill.grace == Some(0);
@@ -69,7 +69,11 @@ impl Job {
         let is_done = tokio::time::timeout_at(until, &mut hook).await.is_ok();
         let left = until.saturating_duration_since(Instant::now());
         let left = left.as_secs_f64().ceil() as i64;
-        let grace = if at_once { 0 } else { left.max(FLOOR) };
+        let grace = if at_once {
+            0
+        } else {
+            left.max(MIN_GRACE_SECONDS)
+        };
         let mut signal = std::pin::pin!(self.signal(kill, grace));
         if !is_done {
             tokio::select! {
@@ -161,7 +165,7 @@ impl Job {
                 "Killing",
                 kill.message.clone(),
             );
-            self.signal(kill, FLOOR).await
+            self.signal(kill, MIN_GRACE_SECONDS).await
         });
         for stopped in futures::future::join_all(stops).await {
             stopped?;

@@ -71,7 +71,7 @@ impl From<VolumeError> for Problem {
 }
 
 /// Timeout for reading a filesystem's usage.
-const ASKING: Duration = Duration::from_secs(10);
+const USAGE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A registered driver.
 #[derive(Clone)]
@@ -760,7 +760,7 @@ async fn full(context: &Context, place: &Published) -> Result<VolumeFigures, Vol
     // A network filesystem that hangs blocks one thread per volume; others do not use this thread.
     let (key, target) = (place.target.display().to_string(), place.target.clone());
     let ask = move || Room::of(&target).map_err(HostError::from);
-    let room = context.csi.rooms.call(&key, ASKING, ask).await?;
+    let room = context.csi.rooms.call(&key, USAGE_TIMEOUT, ask).await?;
     figures.bytes = (
         room.capacity.saturating_sub(room.free),
         room.capacity,

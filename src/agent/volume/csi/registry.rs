@@ -26,7 +26,7 @@ use crate::host::blocking;
 use crate::sys::watch::Changes;
 
 /// Maximum time between scans of the registration directory.
-const LOOK: Duration = Duration::from_secs(60);
+const SCAN_INTERVAL: Duration = Duration::from_secs(60);
 /// Back-off after a failed registration.
 const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(120));
 /// Back-off between CSINode updates. The node is not ready until the first update succeeds.
@@ -35,7 +35,7 @@ const REPORT_RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duratio
 /// The node's annotation with the node ids of drivers.
 const NODE_IDS: &str = "csi.volume.kubernetes.io/nodeid";
 /// Why a node is not ready before its CSINode exists, in the kubelet's words.
-const PENDING: &str = "CSINode is not yet initialized";
+const CSINODE_PENDING: &str = "CSINode is not yet initialized";
 
 /// How many levels below the registration directory are scanned for sockets.
 const DEPTH: u32 = 3;
@@ -105,11 +105,11 @@ impl Sockets {
         }
     }
 
-    /// Time until the next registration is due, at most [`LOOK`].
+    /// Time until the next registration is due, at most [`SCAN_INTERVAL`].
     fn pause(&self) -> Duration {
         let waiting = self.known.values().filter(|socket| socket.waits());
         let left = waiting.map(|s| s.next.saturating_duration_since(Instant::now()));
-        left.min().unwrap_or(LOOK).min(LOOK)
+        left.min().unwrap_or(SCAN_INTERVAL).min(SCAN_INTERVAL)
     }
 }
 
@@ -154,7 +154,7 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
         return std::future::pending().await;
     }
     if nodes.is_some() {
-        context.csi.set_problem(Some(PENDING.into()));
+        context.csi.set_problem(Some(CSINODE_PENDING.into()));
     }
     let dirs = context.csi.dirs.clone();
     let (volumes, unknown) = blocking(move || Ok(dirs.count())).await.unwrap_or_default();
@@ -202,7 +202,7 @@ async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, cha
     let (mut refreshed, mut retry) = (Refreshed::default(), REPORT_RETRY);
     loop {
         let due = refreshed.look(context).await;
-        let mut pause = due.unwrap_or(LOOK).min(LOOK);
+        let mut pause = due.unwrap_or(SCAN_INTERVAL).min(SCAN_INTERVAL);
         let now = context.csi.described();
         served.extend(now.iter().map(|driver| driver.name.clone()));
         let node = context.node.borrow().clone();
