@@ -285,8 +285,8 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let (ledger, requests) = super::node::ledger::channel(managers);
     let (network, network_state) = watch::channel(Network::Unknown);
     let starts = super::Starts::for_processors(machine.cpus);
-    let (pace, lull) = (config.event_pace, starts.lull());
-    let events = Events::start(Arc::clone(&api), &config.node_name, clock, pace, lull);
+    let (pace, idle_gate) = (config.event_pace, starts.idle_gate());
+    let events = Events::start(Arc::clone(&api), &config.node_name, clock, pace, idle_gate);
     if let Some(warning) = crate::core::pod::dns::check_host(&resolver) {
         events.node(
             &config.node_name,
@@ -319,7 +319,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         metrics,
         dialer: Arc::new(crate::probes::Network),
         journals: Journals::default(),
-        pulse: super::Pulse::default(),
+        heartbeats: super::Heartbeats::default(),
         csi: super::Csi::new(&config.root_dir),
         disks: super::AttachedDisks::new(&config.root_dir),
         devices: super::DeviceManager::new(&config.device_plugin_dir, clock.now()),

@@ -126,7 +126,7 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
         running.push((pod, observed));
     }
     let statics = static_uids::of_observed(&running);
-    let mut wanted: Vec<Pod> = sources::once(config, statics).map_err(anyhow::Error::msg)?;
+    let mut wanted: Vec<Pod> = sources::read_once(config, statics).map_err(anyhow::Error::msg)?;
     let _ = writeln!(report, "Static pods: {}.", wanted.len());
     match &config.kubeconfig {
         None => report.push_str("No kubeconfig: only static pods would run.\n"),

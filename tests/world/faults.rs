@@ -379,7 +379,7 @@ impl State {
                 (uid, times.unwrap_or_default())
             };
             let appearances = pods.iter().map(appearance).collect();
-            sender.send_replace(Statics::of(pods).appearing(appearances));
+            sender.send_replace(Statics::of(pods).with_appearances(appearances));
         }
     }
 }

@@ -337,7 +337,13 @@ impl World {
         let api: Arc<dyn PodApi> = Arc::new(self.clone());
         let starts = holdfast::agent::Starts::for_processors(2);
         let unlimited = (0.0, 0.0);
-        let events = Events::start(Arc::clone(&api), "node", self.1, unlimited, starts.lull());
+        let events = Events::start(
+            Arc::clone(&api),
+            "node",
+            self.1,
+            unlimited,
+            starts.idle_gate(),
+        );
         let context = Arc::new(Context {
             runtime: Arc::new(self.clone()),
             api,
@@ -359,7 +365,7 @@ impl World {
             metrics: Arc::new(Metrics::default()),
             dialer: Arc::new(self.clone()),
             journals: Journals::default(),
-            pulse: holdfast::agent::Pulse::default(),
+            heartbeats: holdfast::agent::Heartbeats::default(),
             starts,
             csi: holdfast::agent::Csi::new(&config.root_dir),
             disks: holdfast::agent::AttachedDisks::new(&config.root_dir),

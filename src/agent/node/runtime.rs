@@ -70,7 +70,7 @@ pub(super) async fn poll(
             Ok(Err(error)) => health.failed(error.to_string()),
             Err(_) => health.failed(format!("no answer within {}s", STATUS_TIMEOUT.as_secs())),
         }
-        health.listed(context.pulse.since_listing());
+        health.listed(context.heartbeats.since_listing());
         view.asked = true;
         view.problems = health.problems(began.elapsed());
         let unasked = *network.borrow() == Network::Unknown;

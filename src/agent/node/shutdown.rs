@@ -186,7 +186,7 @@ impl Watch<'_> {
         self.context.shutting_down.send_replace(false);
         self.publish("cancellation");
         for uid in anew {
-            if self.hints.send(Hint::StartAnew(uid)).await.is_err() {
+            if self.hints.send(Hint::Restart(uid)).await.is_err() {
                 tracing::debug!("the dispatcher has stopped: the process is exiting");
             }
         }
@@ -254,7 +254,7 @@ async fn end_phase(context: &Context, phase: &Phase, deadline: Instant) {
     for pod in &phase.pods {
         let left = deadline.saturating_duration_since(Instant::now());
         let verdict = phase.verdict(pod, left);
-        context.ledger.end(pod::uid(pod), verdict).await;
+        context.ledger.terminate(pod::uid(pod), verdict).await;
     }
     let uids: BTreeSet<&str> = phase.pods.iter().map(|p| pod::uid(p)).collect();
     let ended = async {

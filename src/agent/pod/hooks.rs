@@ -27,7 +27,7 @@ pub async fn run(
 ) -> Result<(), String> {
     match probe::hook(handler, container, ip)? {
         Hook::Sleep(time) => {
-            let cut = Cut(context);
+            let cut = InterruptedSleep(context);
             tokio::time::sleep(time).await;
             std::mem::forget(cut);
             Ok(())
@@ -88,9 +88,9 @@ async fn exec(context: &Context, id: &str, command: &[String]) -> Result<Exec, R
 }
 
 /// Counts a `sleep` hook that is dropped before it completes.
-struct Cut<'a>(&'a Context);
+struct InterruptedSleep<'a>(&'a Context);
 
-impl Drop for Cut<'_> {
+impl Drop for InterruptedSleep<'_> {
     fn drop(&mut self) {
         self.0.metrics.sleep_cut();
     }

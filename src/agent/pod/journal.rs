@@ -96,14 +96,14 @@ pub struct Log {
 }
 
 /// Marks a step as dropped if its future is dropped before it completes.
-struct Open<'a> {
+struct StepGuard<'a> {
     log: &'a Log,
     step: Step,
     subject: &'a str,
     closed: bool,
 }
 
-impl Drop for Open<'_> {
+impl Drop for StepGuard<'_> {
     fn drop(&mut self) {
         if !self.closed {
             self.log.end(self.step, self.subject, Progress::Dropped);
@@ -130,7 +130,7 @@ impl Log {
         work: impl Future<Output = Result<T, E>>,
     ) -> Result<T, E> {
         self.begin(step, subject);
-        let mut open = Open {
+        let mut open = StepGuard {
             log: self,
             step,
             subject,
@@ -228,12 +228,12 @@ impl Log {
     }
 
     /// Sets the time of the next retry.
-    pub fn again(&self, next: Timestamp) {
+    pub fn set_retry(&self, next: Timestamp) {
         self.journal().again(next);
     }
 
     /// Sets what the pod waits for while no step is running or failing.
-    pub fn waits(&self, waiting: Option<String>) {
+    pub fn set_waiting(&self, waiting: Option<String>) {
         self.journal().waiting = waiting;
     }
 
@@ -281,7 +281,7 @@ struct PodLog {
     namespace: String,
     name: String,
     /// Sequence number: how many journals had been opened when this one was.
-    place: u64,
+    sequence: u64,
     log: Log,
 }
 
@@ -298,7 +298,7 @@ impl PodLogs {
     fn of(&self, namespace: &str, name: &str) -> Vec<(&String, &PodLog)> {
         let named = |(_, log): &(&String, &PodLog)| log.namespace == namespace && log.name == name;
         let mut logs: Vec<_> = self.pods.iter().filter(named).collect();
-        logs.sort_by_key(|(uid, log)| (self.gone.contains(uid), Reverse(log.place)));
+        logs.sort_by_key(|(uid, log)| (self.gone.contains(uid), Reverse(log.sequence)));
         logs
     }
 }
@@ -317,11 +317,11 @@ impl Journals {
         let mut all = self.lock();
         all.gone.retain(|uid| uid != pod::uid(pod));
         all.opened += 1;
-        let place = all.opened;
+        let sequence = all.opened;
         let fresh = || PodLog {
             namespace: pod.namespace().unwrap_or_default(),
             name: pod.name_any(),
-            place,
+            sequence,
             log: Log {
                 journal: Arc::default(),
                 record: Arc::default(),
@@ -339,7 +339,7 @@ impl Journals {
     }
 
     /// Marks a pod as deleted. Its journal is kept until [`MAX_DELETED`] other pods were deleted.
-    pub fn gone(&self, uid: &str) {
+    pub fn mark_deleted(&self, uid: &str) {
         let log = self.lock().pods.get(uid).map(|kept| kept.log.clone());
         if let Some(log) = log {
             *log.status() = None;
@@ -416,11 +416,11 @@ mod tests {
         let record = Record::new(rules, vec!["192.0.2.1".into()], &worker);
         log.start_record(record.clone());
         assert_eq!(journals.record("n", "p"), Some(record.clone()));
-        journals.gone("u");
+        journals.mark_deleted("u");
         assert!(matches!(&*log.recorded(), Recorded::Written(_)));
         assert_eq!(journals.record("n", "p"), Some(record.clone()));
         for other in 0..MAX_UNCOMPRESSED {
-            journals.gone(&other.to_string());
+            journals.mark_deleted(&other.to_string());
         }
         assert!(matches!(&*log.recorded(), Recorded::Packed(bytes) if bytes.len() < 2_000));
         assert_eq!(journals.record("n", "p"), Some(record.clone()));

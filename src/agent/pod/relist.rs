@@ -28,9 +28,9 @@ const IDLE_TRIM_AFTER: Duration = Duration::from_secs(2);
 /// The state that each worker last observed, as a fingerprint by pod uid. A
 /// listing with the same fingerprint is no change.
 #[derive(Clone, Default)]
-pub struct Seen(Arc<Mutex<BTreeMap<String, u64>>>);
+pub struct ObservedFingerprints(Arc<Mutex<BTreeMap<String, u64>>>);
 
-impl Seen {
+impl ObservedFingerprints {
     /// Sets the state that a worker has observed.
     pub fn set(&self, uid: &str, fingerprint: u64) {
         lock(&self.0).insert(uid.to_owned(), fingerprint);
@@ -68,7 +68,7 @@ impl Seen {
 #[derive(Debug)]
 pub enum Hint {
     /// Restart this static pod, which the node has stopped.
-    StartAnew(String),
+    Restart(String),
     /// The state of this pod may have changed.
     Pod(String),
     /// An event of a sandbox or a container.
@@ -126,14 +126,14 @@ struct Closed;
 
 struct Relist {
     context: Arc<Context>,
-    seen: Seen,
+    seen: ObservedFingerprints,
     hints: mpsc::Sender<Hint>,
     stream: Option<Stream>,
     has_events: bool,
     /// The time of the next subscription attempt.
     next_try: Instant,
     failing: bool,
-    was_away: bool,
+    was_unavailable: bool,
     last: Option<Instant>,
     /// The time of the last activity. After an idle period the allocator returns memory. Most memory is freed late, by
     /// workers that return some time after their containers exited.
@@ -141,7 +141,7 @@ struct Relist {
 }
 
 impl Relist {
-    fn new(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) -> Relist {
+    fn new(context: Arc<Context>, seen: ObservedFingerprints, hints: mpsc::Sender<Hint>) -> Relist {
         Relist {
             context,
             seen,
@@ -150,7 +150,7 @@ impl Relist {
             has_events: true,
             next_try: Instant::now(),
             failing: false,
-            was_away: false,
+            was_unavailable: false,
             last: None,
             quiet_since: None,
         }
@@ -186,7 +186,7 @@ impl Relist {
         match round.listing {
             Ok(listed) => self.take_listed(listed).await,
             Err(error) => {
-                self.was_away = true;
+                self.was_unavailable = true;
                 if !std::mem::replace(&mut self.failing, true) {
                     tracing::error!(%error, endpoint = context.config.runtime_endpoint, "the container runtime does not answer; is it running? retrying every second");
                 }
@@ -196,11 +196,11 @@ impl Relist {
     }
 
     async fn take_listed(&mut self, listed: Vec<ListedPod>) -> Result<(), Closed> {
-        self.context.pulse.lists();
+        self.context.heartbeats.runtime_listed();
         if std::mem::replace(&mut self.failing, false) {
             tracing::info!("the container runtime answers again");
         }
-        if std::mem::take(&mut self.was_away) {
+        if std::mem::take(&mut self.was_unavailable) {
             self.send(Hint::RuntimeBack).await?;
         }
         let changed = self.seen.differing(&listed);
@@ -214,7 +214,7 @@ impl Relist {
     async fn take_event(&mut self, event: Option<RuntimeEvent>) -> Result<(), Closed> {
         let Some(event) = event else {
             // The runtime may have restarted between two listings.
-            (self.stream, self.was_away) = (None, true);
+            (self.stream, self.was_unavailable) = (None, true);
             self.next_try = self.next_try.max(Instant::now() + LIST_INTERVALS.0);
             return Ok(());
         };
@@ -224,7 +224,7 @@ impl Relist {
 }
 
 /// Runs until the receiver is dropped.
-pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
+pub async fn run(context: Arc<Context>, seen: ObservedFingerprints, hints: mpsc::Sender<Hint>) {
     let mut roster = context.roster.subscribe();
     let mut relist = Relist::new(context, seen, hints);
     // Events are read during a listing: a runtime that does not answer the listing may still send events.

@@ -58,7 +58,7 @@ pub async fn verbosity(request: Request<Incoming>) -> Result<Response<Body>, Ref
 /// `/healthz`, and the named check below it.
 pub fn health(context: &Context, check: &str, query: &str) -> Response<Body> {
     let health = Health {
-        last_turn: context.pulse.since_turn(),
+        last_turn: context.heartbeats.since_turn(),
         resync: context.config.sync_frequency,
     };
     let (code, told) = health.answer(check, query);

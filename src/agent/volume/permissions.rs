@@ -72,7 +72,7 @@ mod tests {
         while ownership::under_way(&root).is_none_or(|far| far.files() == 0) {
             std::thread::sleep(Duration::from_millis(1));
         }
-        let (events, mut heard) = Events::heard();
+        let (events, mut heard) = Events::recorded();
         let pod: Pod = serde_json::from_value(serde_json::json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"}, "spec": {"containers": []}}))
             .expect("a pod");
         let giving = Giving {

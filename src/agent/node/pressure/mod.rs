@@ -319,7 +319,7 @@ impl Manager {
             let text = message(threshold, amount, &victim);
             let name = threshold.signal.name();
             let eviction = Eviction::under_pressure(uid, name, text, grace);
-            if self.context.ledger.end(uid, eviction.verdict).await {
+            if self.context.ledger.terminate(uid, eviction.verdict).await {
                 self.ending.told(pressure, uid, now, grace);
                 tracing::warn!(
                     pod = pod::full_name(&pod),
@@ -401,7 +401,7 @@ impl Manager {
         let is_told = context.ledger.evict(eviction).await;
         if !is_told {
             context.events.annotate(uid, EVICTED, BTreeMap::new());
-            if !context.ledger.end(uid, verdict).await {
+            if !context.ledger.terminate(uid, verdict).await {
                 return false;
             }
         }

@@ -74,7 +74,7 @@ impl Job {
                 "Unable to retrieve some image pull secrets ({}); attempting to pull the image may not succeed.",
                 missing.join(", ")
             );
-            self.say(Kind::Warning, "FailedToRetrieveImagePullSecret", message);
+            self.emit_event(Kind::Warning, "FailedToRetrieveImagePullSecret", message);
         }
         found
     }

@@ -105,7 +105,7 @@ pub struct Tools {
     /// Cancelled when the pod terminates: operations that have not begun are abandoned.
     pub ending: CancellationToken,
     /// Cancelled when the pod was deleted and its end is awaited: patient operations no longer wait.
-    pub awaited: CancellationToken,
+    pub end_awaited: CancellationToken,
     /// The pending admission, which the dispatcher requested when it started
     /// the worker; the first [`Op::Admit`] takes it.
     pub admission: Mutex<Option<Admission>>,
@@ -120,9 +120,9 @@ pub struct Job {
     pub resizing: Resizing,
     pub assets: Assets,
     /// A start was cancelled earlier: its calls must complete before the pod is observed.
-    pub cut_off: bool,
+    pub start_cancelled: bool,
     /// Only the pod itself depends on this operation, so container starts of other pods go first.
-    pub patient: bool,
+    pub can_wait: bool,
 }
 
 type Result<T> = std::result::Result<T, Outcome>;
@@ -136,22 +136,22 @@ impl Job {
         &self.tools.log
     }
 
-    fn say(&self, kind: Kind, reason: &str, message: impl Into<String>) {
+    fn emit_event(&self, kind: Kind, reason: &str, message: impl Into<String>) {
         self.context()
             .events
             .pod(&self.pod, None, kind, reason, message);
     }
 
     /// Emits a warning, and returns the fault with `what` prepended.
-    fn warned(&self, reason: &str, what: &str, fault: impl Into<Fault>) -> Fault {
+    fn emit_warning(&self, reason: &str, what: &str, fault: impl Into<Fault>) -> Fault {
         let fault = fault.into().within(what);
-        self.say(Kind::Warning, reason, &fault.message);
+        self.emit_event(Kind::Warning, reason, &fault.message);
         fault
     }
 
     /// Emits the event `FailedCreatePodSandBox`.
     fn no_sandbox(&self, fault: impl Into<Fault>) -> Fault {
-        self.warned(
+        self.emit_warning(
             "FailedCreatePodSandBox",
             "Failed to create pod sandbox",
             fault,
@@ -159,14 +159,14 @@ impl Job {
     }
 
     /// Executes an operation.
-    pub async fn carry_out(&self, op: &Op) -> (Outcome, Option<Asset>) {
+    pub async fn execute(&self, op: &Op) -> (Outcome, Option<Asset>) {
         let result = match op {
             Op::Observe { logs } => self.observe(*logs).await.map(plain),
             Op::Admit => Ok(plain(self.admit().await)),
             Op::Grow => Ok(plain(self.grow().await)),
             Op::Withdraw => {
                 let sizes = Arc::clone(&self.update.pod);
-                self.context().ledger.withdraw(sizes).await;
+                self.context().ledger.cancel_resize(sizes).await;
                 Ok(plain(Outcome::Done))
             }
             Op::Mirror => self.mirror().await.map(plain),
@@ -198,13 +198,13 @@ impl Job {
             Op::StopSandbox(id) => self.stop_sandbox(id).await.map(plain),
             Op::RestartAll(kills) => self.restart_all(kills).await.map(plain),
             Op::Resize { names, to } => self.resize(names, to).await.map(plain),
-            Op::ReturnClaims => self.return_claims().await.map(plain),
+            Op::ReturnClaims => self.release_claims().await.map(plain),
             Op::Collect {
                 containers,
                 sandboxes,
-            } => Ok(plain(self.collect(containers, sandboxes).await)),
+            } => Ok(plain(self.remove_exited(containers, sandboxes).await)),
             Op::Release { content } => self.release(*content).await.map(plain),
-            Op::Finalise => self.finalise().await.map(plain),
+            Op::Finalise => self.delete_object().await.map(plain),
         };
         result.unwrap_or_else(plain)
     }
@@ -223,9 +223,10 @@ impl Job {
         let (context, log) = (self.context(), self.log());
         log.begin(Step::Admission, "");
         let (pod, inbox) = (Arc::clone(&self.pod), self.tools.inbox.clone());
-        let asked = lock(&self.tools.admission).take();
-        let asked = asked.unwrap_or_else(|| context.ledger.admit(pod.clone(), inbox.clone()));
-        let mut answer = asked.answer().await;
+        let admission = lock(&self.tools.admission).take();
+        let admission =
+            admission.unwrap_or_else(|| context.ledger.admit(pod.clone(), inbox.clone()));
+        let mut answer = admission.answer().await;
         // A label may have been set just now, and the scheduler may have seen it before the agent:
         // read the Node again before the pod is rejected.
         let by_labels = |refusal: &Refusal| refusal.reason == NODE_AFFINITY;
@@ -257,7 +258,7 @@ impl Job {
         match self
             .context()
             .ledger
-            .grow(desired, Arc::clone(&self.pod))
+            .request_resize(desired, Arc::clone(&self.pod))
             .await
         {
             Ok(()) => Outcome::Granted,

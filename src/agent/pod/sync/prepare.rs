@@ -28,7 +28,7 @@ impl Job {
     /// Prepares a sandbox: determines its settings, and creates cgroup and directories.
     pub(super) async fn prepare(&self) -> Result<(Outcome, Option<Asset>)> {
         let (handler, users) = self.isolation().await?;
-        let cgroup_parent = self.keep_in_order().await?;
+        let cgroup_parent = self.ensure_cgroup_and_directories().await?;
         let setup = Arc::new(Setup {
             cgroup_parent,
             handler,
@@ -42,7 +42,7 @@ impl Job {
     pub(super) async fn upkeep(&self) -> Result<(Outcome, Option<Asset>)> {
         // Read first, as the settings are available even if the repair fails.
         let setup = self.setup().await?.map(Asset::Setup);
-        let kept = self.keep_in_order().await;
+        let kept = self.ensure_cgroup_and_directories().await;
         let outcome = kept.map_or_else(Outcome::from, |_| Outcome::Done);
         Ok((outcome, setup))
     }
@@ -71,7 +71,7 @@ impl Job {
     }
 
     /// Creates the pod's cgroup and directories if they are missing. Returns the cgroup.
-    async fn keep_in_order(&self) -> std::result::Result<String, Fault> {
+    async fn ensure_cgroup_and_directories(&self) -> std::result::Result<String, Fault> {
         let (context, pod) = (self.context(), &self.pod);
         // Keeps the actuated size: a pending resize changes it later, after checking the usage.
         let owed = self.resizing.owes_cgroup(&resize::wanted(pod));

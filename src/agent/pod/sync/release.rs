@@ -39,7 +39,7 @@ impl Job {
     }
 
     /// Unprepares the pod's resource claims with their drivers.
-    pub(super) async fn return_claims(&self) -> Result<Outcome> {
+    pub(super) async fn release_claims(&self) -> Result<Outcome> {
         let context = self.context();
         let give_back = async {
             let given_back = context.claims.give_back(context, pod::uid(&self.pod));
@@ -79,7 +79,7 @@ impl Job {
 
     /// Deletes the pod's object in the API after all resources are released and the last
     /// status is written (upstream's `canBeDeleted`).
-    pub(super) async fn finalise(&self) -> Result<Outcome> {
+    pub(super) async fn delete_object(&self) -> Result<Outcome> {
         let Some(object) = &self.update.object else {
             return Ok(Outcome::Done);
         };
@@ -105,7 +105,7 @@ impl Job {
     }
 
     /// Removes exited containers with their logs, and sandboxes. The worker plans failed removals again.
-    pub(super) async fn collect(
+    pub(super) async fn remove_exited(
         &self,
         containers: &[(String, String, u32)],
         sandboxes: &[String],

@@ -17,7 +17,7 @@ impl Job {
             self.log().fail(Step::Resize, "", &error, None);
             let described = resize::described(&self.pod, Some(&error));
             let message = format!("Pod resize error: {described}");
-            self.say(Kind::Warning, "ResizeError", message);
+            self.emit_event(Kind::Warning, "ResizeError", message);
             return Err(Fault::later(error).into());
         }
         self.log().close(Step::Resize, "");

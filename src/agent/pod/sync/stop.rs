@@ -21,13 +21,13 @@ const MIN_GRACE_SECONDS: i64 = 2;
 
 /// Emits the event `FailedPreStopHook` when dropped, if the hook failed or was
 /// still running when its container was stopped.
-struct Unfinished<'a> {
+struct HookEventGuard<'a> {
     job: &'a Job,
     path: String,
     is_failure: bool,
 }
 
-impl Drop for Unfinished<'_> {
+impl Drop for HookEventGuard<'_> {
     fn drop(&mut self) {
         if self.is_failure {
             self.job.context().events.pod(
@@ -110,7 +110,7 @@ impl Job {
             return;
         };
         let run = self.run_pre_stop(kill, &container, &handler);
-        let mut unfinished = Unfinished {
+        let mut event_guard = HookEventGuard {
             job: self,
             path,
             // As upstream: an interrupted `sleep` hook is no failure.
@@ -120,7 +120,7 @@ impl Job {
         if let Err(error) = &ran {
             tracing::info!(%error, container = kill.name, "preStop hook failed");
         }
-        unfinished.is_failure = ran.is_err();
+        event_guard.is_failure = ran.is_err();
     }
 
     async fn run_pre_stop(
@@ -145,7 +145,7 @@ impl Job {
             Ok(()) => Ok(Outcome::Done),
             Err(fault) => {
                 let message = format!("error killing pod: {fault}");
-                self.say(Kind::Warning, "FailedKillPod", message);
+                self.emit_event(Kind::Warning, "FailedKillPod", message);
                 Err(fault.into())
             }
         }
