@@ -261,7 +261,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let rotated = connections.as_ref().filter(|_| config.rotate_certificates);
     let renewal = rotated.map(|Connections { client, .. }| {
         let kept = credentials::Renewed::client(&config, is_due);
-        let keep = credentials::keep(kept, client.clone(), clock, Arc::clone(&metrics));
+        let keep = credentials::renew_when_due(kept, client.clone(), clock, Arc::clone(&metrics));
         AbortOnDropHandle::new(tokio::spawn(keep))
     });
     let node_ips = watch::channel(network::first_addresses(&config).await).0;
@@ -271,7 +271,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     {
         let kept = credentials::Renewed::serving(&config, node_addresses.subscribe());
         let (client, metrics) = (client.clone(), Arc::clone(&metrics));
-        tokio::spawn(credentials::keep(kept, client, clock, metrics));
+        tokio::spawn(credentials::renew_when_due(kept, client, clock, metrics));
     }
     let driver = driver(&*runtime, &config, &metrics).await;
     share_all(&config, &*runtime).await;
@@ -328,7 +328,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         started: clock.now(),
         config,
     });
-    tokio::spawn(network::follow(Arc::clone(&context)));
+    tokio::spawn(network::run(Arc::clone(&context)));
     if context.config.iptables_chains {
         tokio::spawn(firewall::keep_chains());
     }

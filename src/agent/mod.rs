@@ -194,7 +194,10 @@ impl Agent {
         ));
         let slices = Box::pin(node::slices::run(Arc::clone(&context)));
         if let Some(keeper) = &self.keeper {
-            tokio::spawn(node::seal(Arc::clone(&context), keeper.clone()));
+            tokio::spawn(node::store_for_offline_start(
+                Arc::clone(&context),
+                keeper.clone(),
+            ));
         }
         let pod_resources = Box::pin(serving::pod_resources::run(Arc::clone(&context)));
         let clearing = pod::orphans::Clearing::default();
@@ -217,7 +220,7 @@ impl Agent {
             known.clone(),
             clearing,
         ));
-        let binding = Box::pin(node::managers::keep(Arc::clone(&context), known.clone()));
+        let binding = Box::pin(node::managers::run(Arc::clone(&context), known.clone()));
         let mirrors = pod::orphans::delete_mirrors(Arc::clone(&context), known.clone());
         let mirrors = Box::pin(mirrors);
         let shutdown = node::shutdown::run(Arc::clone(&context), self.announcer, hints.clone());

@@ -18,10 +18,10 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 const CLEANUP_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Runs until the process exits. No other task waits for this.
-pub(super) async fn keep(context: &Context) {
+pub(super) async fn run(context: &Context) {
     // The client's deadline for RunPodSandbox is twice that of other calls, and the listing may
     // be older than the check by [`ANSWER_TIMEOUT`].
-    let patience = context.config.runtime_timeout * 2 + CLEANUP_TIMEOUT + ANSWER_TIMEOUT;
+    let min_age = context.config.runtime_timeout * 2 + CLEANUP_TIMEOUT + ANSWER_TIMEOUT;
     let mut networks = BTreeSet::new();
     loop {
         match timeout(ANSWER_TIMEOUT, context.runtime.attachments()).await {
@@ -32,7 +32,7 @@ pub(super) async fn keep(context: &Context) {
                     networks: networks.clone(),
                     ..found
                 };
-                release(all, patience).await;
+                release(all, min_age).await;
             }
             Ok(Err(error)) => {
                 tracing::debug!(%error, "cannot list the runtime's networks; retrying")
@@ -43,11 +43,11 @@ pub(super) async fn keep(context: &Context) {
     }
 }
 
-async fn release(attachments: Attachments, patience: Duration) {
+async fn release(attachments: Attachments, min_age: Duration) {
     if attachments.networks.is_empty() {
         return;
     }
-    match release_orphaned(attachments, patience).await {
+    match release_orphaned(attachments, min_age).await {
         Ok(released) => {
             for lease in released {
                 tracing::info!(

@@ -294,14 +294,14 @@ impl Actor {
                 let result = self.resize(&pod);
                 let both = before.zip(self.ledger.pod(pod::uid(&pod)));
                 let frees = both.is_some_and(|(before, now)| requests_more(&now, &before));
-                answered(reply.send(result));
+                log_dropped_reply(reply.send(result));
                 if frees {
                     self.retry_resizes("pod_resized");
                 }
             }
             Request::CancelResize { pod, reply } => {
                 let frees = self.ledger.withdraw(&pod);
-                answered(reply.send(()));
+                log_dropped_reply(reply.send(()));
                 if frees {
                     self.retry_resizes("pod_resized");
                 }
@@ -311,33 +311,33 @@ impl Actor {
                 namespace,
                 claim,
                 reply,
-            } => answered(reply.send(self.ledger.hold_alone(&uid, &namespace, &claim))),
+            } => log_dropped_reply(reply.send(self.ledger.hold_alone(&uid, &namespace, &claim))),
             Request::Evict { eviction, reply } => {
-                let told = self.ledger.evict(&eviction.uid);
-                if told {
+                let accepted = self.ledger.evict(&eviction.uid);
+                if accepted {
                     self.context.metrics.evicted(&eviction.signal);
                     self.notify_worker(&eviction.uid, eviction.verdict);
                 }
-                answered(reply.send(told));
+                log_dropped_reply(reply.send(accepted));
             }
             Request::Terminate {
                 uid,
                 verdict,
                 reply,
             } => {
-                let told = self.ledger.end(&uid);
-                if told {
+                let accepted = self.ledger.end(&uid);
+                if accepted {
                     self.notify_worker(&uid, verdict);
                 }
-                answered(reply.send(told));
+                log_dropped_reply(reply.send(accepted));
             }
             Request::ReleaseRequests { uid, has_stopped } => {
                 self.ledger.uncount(&uid);
                 self.offer_resources(&uid, has_stopped);
             }
             Request::Release(uid) => self.release(&uid),
-            Request::Pods(reply) => answered(reply.send(self.ledger.pods())),
-            Request::Managers(reply) => answered(reply.send(self.managers.clone())),
+            Request::Pods(reply) => log_dropped_reply(reply.send(self.ledger.pods())),
+            Request::Managers(reply) => log_dropped_reply(reply.send(self.managers.clone())),
             Request::VolumesRetried => self.retry_volumes(),
         }
     }
@@ -410,12 +410,12 @@ impl Actor {
                 }
                 Err(refusal) => {
                     self.release(&uid);
-                    answered(waiting.reply.send(Err(refusal)));
+                    log_dropped_reply(waiting.reply.send(Err(refusal)));
                 }
             },
             Decision::Refused(refusal) => {
-                let look = |devices: &Devices| devices.in_words(&waiting.pod, refusal);
-                answered(waiting.reply.send(Err(context.devices.look(look))));
+                let read = |devices: &Devices| devices.in_words(&waiting.pod, refusal);
+                log_dropped_reply(waiting.reply.send(Err(context.devices.read(read))));
             }
             Decision::AwaitingPreemption(evictions) => {
                 for eviction in evictions {
@@ -431,7 +431,7 @@ impl Actor {
     fn notify_admitted(&mut self) {
         for (waiting, slots) in std::mem::take(&mut self.granted) {
             if slots.is_empty() {
-                answered(waiting.reply.send(Ok(())));
+                log_dropped_reply(waiting.reply.send(Ok(())));
             } else {
                 devices::allocate(&self.context, waiting.pod, slots, waiting.reply);
             }
@@ -560,7 +560,7 @@ impl Actor {
 }
 
 /// Handles a reply whose receiver was dropped.
-pub(super) fn answered<T>(result: Result<(), T>) {
+pub(super) fn log_dropped_reply<T>(result: Result<(), T>) {
     if result.is_err() {
         tracing::debug!("the requesting worker no longer waits for the answer");
     }
@@ -569,7 +569,7 @@ pub(super) fn answered<T>(result: Result<(), T>) {
 /// Resources that pods may use, including advertised devices; `uid` is the requesting pod.
 fn allocatable(context: &Context, uid: &str) -> Amounts {
     let mut amounts = context.allocatable();
-    amounts.extend(context.devices.look(|d| d.allocatable_for(uid)));
+    amounts.extend(context.devices.read(|d| d.allocatable_for(uid)));
     amounts
 }
 

@@ -103,18 +103,18 @@ impl Rotation {
             return;
         };
         if let Err(error) = moved {
-            emit(container, "rotating a log failed", &error);
+            log_failure(container, "rotating a log failed", &error);
             return;
         }
         let compressing = context.host.compress_log(&log);
         let compressed = self.compressions.take(&container.id, compressing).await;
         if let Some(Err(error)) = compressed {
-            emit(container, "compressing a rotated log failed", &error);
+            log_failure(container, "compressing a rotated log failed", &error);
         }
     }
 }
 
-fn emit(container: &RunningContainer, what: &str, error: &dyn Display) {
+fn log_failure(container: &RunningContainer, what: &str, error: &dyn Display) {
     let (pod, namespace) = (&container.pod, &container.namespace);
     tracing::warn!(%error, pod, namespace, container = container.name, "{what}");
 }

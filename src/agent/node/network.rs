@@ -106,7 +106,7 @@ pub fn resolver(config: &Config, node_ips: &[String]) -> Resolver {
 }
 
 /// The current addresses of pods on the host network: those of the Node if a cloud controller sets them.
-async fn of_host(context: &Context) -> Result<Vec<String>, HostError> {
+async fn host_addresses(context: &Context) -> Result<Vec<String>, HostError> {
     let config = &context.config;
     let external = config.external_cloud && context.node.api().is_some();
     let node = context.node.borrow().clone();
@@ -124,16 +124,16 @@ async fn of_host(context: &Context) -> Result<Vec<String>, HostError> {
 }
 
 /// Updates the addresses and the DNS settings until the process exits. After a failure, the last value stays valid.
-pub async fn follow(context: Arc<Context>) {
+pub async fn run(context: Arc<Context>) {
     let (mut complaint, mut node) = (None, context.node.subscribe());
-    let is_told = context.config.external_cloud;
+    let is_external = context.config.external_cloud;
     loop {
         tokio::select! {
             biased;
-            Ok(()) = node.changed(), if is_told => {}
+            Ok(()) = node.changed(), if is_external => {}
             () = tokio::time::sleep(context.config.node_status_update) => {}
         }
-        let looked = of_host(&context).await;
+        let looked = host_addresses(&context).await;
         let error = looked.as_ref().err().cloned();
         if let Some(error) = error.as_ref().filter(|_| complaint != error) {
             tracing::warn!(%error, "cannot determine the node's addresses; keeping the last known ones");

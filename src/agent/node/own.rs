@@ -57,7 +57,7 @@ impl OwnNode {
     /// Creates an unknown Node. Without an API, the Node consists of the configuration alone.
     #[must_use]
     pub fn new(config: &Config, api: Option<Arc<dyn NodeApi>>) -> OwnNode {
-        let initial = registration::fresh(config, NodeStatus::default());
+        let initial = registration::new_node(config, NodeStatus::default());
         OwnNode {
             name: config.node_name.clone(),
             known: watch::channel(api.is_none()).0,
@@ -122,7 +122,7 @@ impl OwnNode {
         let Some(api) = &self.api else { return false };
         match within(REFRESH_TIMEOUT, api.get(&self.name)).await {
             Ok(Some(node)) => {
-                self.see(node);
+                self.observe(node);
                 true
             }
             Ok(None) => {
@@ -138,7 +138,7 @@ impl OwnNode {
 
     /// Applies a version from an answer or from the watch. Ignores versions older than
     /// the known one, as both may overtake each other.
-    pub fn see(&self, mut node: Node) {
+    pub fn observe(&self, mut node: Node) {
         node.metadata.managed_fields = None;
         let node = Arc::new(node);
         self.seen.send_if_modified(|known| {
@@ -155,7 +155,7 @@ impl OwnNode {
     }
 
     /// Records that the object does not exist.
-    pub(super) fn lose(&self) {
+    pub(super) fn mark_absent(&self) {
         self.known.send_replace(true);
         if self.seen.borrow().is_some() {
             self.set_deleted(true);
@@ -210,7 +210,7 @@ impl OwnNode {
 }
 
 /// Stores the Node's fields that admission needs, for a start without an apiserver.
-pub async fn seal(context: Arc<Context>, keeper: Keeper) {
+pub async fn store_for_offline_start(context: Arc<Context>, keeper: Keeper) {
     let mut seen = context.node.subscribe();
     loop {
         let node = seen.borrow_and_update().clone();
@@ -225,7 +225,7 @@ pub async fn seal(context: Arc<Context>, keeper: Keeper) {
 }
 
 /// Watches the Node: its labels and taints determine which pods are admitted, its pod CIDR is passed to the runtime.
-pub(super) async fn follow(context: &Context) {
+pub(super) async fn run(context: &Context) {
     let Some(api) = context.node.api() else {
         return std::future::pending().await;
     };
@@ -237,11 +237,11 @@ pub(super) async fn follow(context: &Context) {
             NodeChange::Present(node) => {
                 let now = !is_cordoned(&node);
                 if schedulable.replace(now).is_some_and(|before| before != now) {
-                    emit_schedulable(context, now);
+                    emit_schedulable_event(context, now);
                 }
-                context.node.see(*node);
+                context.node.observe(*node);
             }
-            NodeChange::Absent => context.node.lose(),
+            NodeChange::Absent => context.node.mark_absent(),
             NodeChange::Interrupted(why) => {
                 tracing::debug!(why, "the watch of the Node was interrupted; retrying");
                 tokio::time::sleep(pauses.pause()).await;
@@ -257,7 +257,7 @@ fn is_cordoned(node: &Node) -> bool {
     spec.and_then(|s| s.unschedulable) == Some(true)
 }
 
-fn emit_schedulable(context: &Context, schedulable: bool) {
+fn emit_schedulable_event(context: &Context, schedulable: bool) {
     let name = &context.config.node_name;
     let reason = if schedulable {
         "NodeSchedulable"

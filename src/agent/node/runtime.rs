@@ -25,7 +25,7 @@ const MAX_IMAGE_NAMES: usize = 5;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct RuntimeView {
     /// Whether a first status request has completed, successfully or not.
-    pub asked: bool,
+    pub polled: bool,
     /// For example `containerd://1.7.2`.
     pub version: String,
     /// Why the runtime keeps the node from being ready.
@@ -71,7 +71,7 @@ pub(super) async fn poll(
             Err(_) => health.failed(format!("no answer within {}s", STATUS_TIMEOUT.as_secs())),
         }
         health.listed(context.heartbeats.since_listing());
-        view.asked = true;
+        view.polled = true;
         view.problems = health.problems(began.elapsed());
         let unasked = *network.borrow() == Network::Unknown;
         if let Some(why) = health
@@ -130,14 +130,14 @@ fn pod_cidrs(node: &Node) -> Option<String> {
 /// Sets the runtime's pod CIDR when it changes: some runtimes generate their CNI configuration from it.
 pub(super) async fn pod_addresses(context: &Context) {
     let mut node = context.node.subscribe();
-    let mut told: Option<String> = None;
+    let mut reported: Option<String> = None;
     loop {
         let wanted = match &context.node.api() {
             Some(_) => node.borrow_and_update().as_deref().and_then(pod_cidrs),
             None => context.config.pod_cidr.clone(),
         };
         let mut again = None;
-        if let Some(cidrs) = wanted.filter(|w| told.as_ref() != Some(w)) {
+        if let Some(cidrs) = wanted.filter(|w| reported.as_ref() != Some(w)) {
             match context.runtime.set_pod_cidrs(&cidrs).await {
                 Err(error) if error.kind != RuntimeErrorKind::Unimplemented => {
                     tracing::warn!(%error, cidrs, "setting the runtime's pod CIDR failed; retrying");
@@ -145,7 +145,7 @@ pub(super) async fn pod_addresses(context: &Context) {
                 }
                 _ => {
                     tracing::info!(cidrs, "set the runtime's pod CIDR");
-                    told = Some(cidrs);
+                    reported = Some(cidrs);
                 }
             }
         }
@@ -174,8 +174,8 @@ mod tests {
             image("b", 3, &["b:1", "b:2", "b:3", "b:4", "b:5", "b@sha256:0"]),
             image("c", 2, &["c:1"]),
         ];
-        let told = largest(all, 2);
-        let names: Vec<Vec<String>> = told.into_iter().filter_map(|i| i.names).collect();
+        let reported = largest(all, 2);
+        let names: Vec<Vec<String>> = reported.into_iter().filter_map(|i| i.names).collect();
         assert_eq!(names[0], ["b@sha256:0", "b:1", "b:2", "b:3", "b:4"]);
         assert_eq!(
             (names.len(), names[1].as_slice()),

@@ -57,7 +57,7 @@ pub async fn run(
         context: &context,
         hints,
         inhibitor: None,
-        ending: None,
+        in_progress: None,
     };
     let mut pauses = LISTEN_BACKOFF;
     loop {
@@ -75,9 +75,9 @@ pub async fn run(
 }
 
 /// A shutdown in progress; the task returns the static pods that it terminated.
-struct Ending {
-    call_off: CancellationToken,
-    told: AbortOnDropHandle<BTreeSet<String>>,
+struct ShutdownInProgress {
+    cancel: CancellationToken,
+    terminated: AbortOnDropHandle<BTreeSet<String>>,
 }
 
 struct Watch<'a> {
@@ -86,7 +86,7 @@ struct Watch<'a> {
     /// Delays the shutdown; held while no shutdown is announced.
     inhibitor: Option<Inhibitor>,
     /// Set from the announcement of a shutdown until its cancellation.
-    ending: Option<Ending>,
+    in_progress: Option<ShutdownInProgress>,
 }
 
 impl Watch<'_> {
@@ -113,7 +113,7 @@ impl Watch<'_> {
             if is_shutting_down {
                 self.begin();
             } else {
-                self.call_off().await;
+                self.cancel().await;
                 match announcements.inhibit().await {
                     Ok(inhibitor) => {
                         self.inhibitor = Some(inhibitor);
@@ -132,7 +132,7 @@ impl Watch<'_> {
         }
     }
 
-    fn publish(&self, what: &str) {
+    fn emit_event(&self, what: &str) {
         let name = &self.context.config.node_name;
         let message = format!("Shutdown manager detected shutdown {what}");
         let events = &self.context.events;
@@ -140,52 +140,53 @@ impl Watch<'_> {
     }
 
     fn begin(&mut self) {
-        if self.ending.is_some() {
+        if self.in_progress.is_some() {
             return;
         }
         tracing::warn!("the machine is shutting down: stopping the pods of this node");
         self.context.shutting_down.send_replace(true);
-        self.publish("event");
+        self.emit_event("event");
         if self.inhibitor.is_none() {
             tracing::warn!(
                 "the shutdown does not wait for pods: it was announced before the agent could delay it"
             );
         }
-        let (context, call_off) = (Arc::clone(self.context), CancellationToken::new());
-        let (called_off, inhibitor) = (call_off.clone(), self.inhibitor.take());
-        let told = tokio::spawn(async move {
-            let mut told = BTreeSet::new();
-            let ended = called_off.run_until_cancelled_owned(end_pods(&context, &mut told));
+        let (context, cancel) = (Arc::clone(self.context), CancellationToken::new());
+        let (cancelled, inhibitor) = (cancel.clone(), self.inhibitor.take());
+        let terminated = tokio::spawn(async move {
+            let mut terminated = BTreeSet::new();
+            let ended =
+                cancelled.run_until_cancelled_owned(terminate_pods(&context, &mut terminated));
             if ended.await.is_some() {
                 tracing::info!("the pods have terminated: the machine may shut down");
             }
             drop(inhibitor);
-            told
+            terminated
         });
-        self.ending = Some(Ending {
-            call_off,
-            told: AbortOnDropHandle::new(told),
+        self.in_progress = Some(ShutdownInProgress {
+            cancel,
+            terminated: AbortOnDropHandle::new(terminated),
         });
     }
 
     /// Handles a cancelled shutdown: restarts static pods, and accepts pods again.
-    async fn call_off(&mut self) {
-        let Some(Ending { call_off, told }) = self.ending.take() else {
+    async fn cancel(&mut self) {
+        let Some(ShutdownInProgress { cancel, terminated }) = self.in_progress.take() else {
             return;
         };
-        call_off.cancel();
-        let mut anew = match told.await {
-            Ok(told) => told,
+        cancel.cancel();
+        let mut to_restart = match terminated.await {
+            Ok(terminated) => terminated,
             Err(error) => {
                 tracing::error!(%error, "the set of terminated static pods is unknown");
                 BTreeSet::new()
             }
         };
-        anew.extend(rejected(&self.context.roster.borrow()));
+        to_restart.extend(rejected(&self.context.roster.borrow()));
         tracing::warn!("the shutdown of the machine was cancelled: the node accepts pods again");
         self.context.shutting_down.send_replace(false);
-        self.publish("cancellation");
-        for uid in anew {
+        self.emit_event("cancellation");
+        for uid in to_restart {
             if self.hints.send(Hint::Restart(uid)).await.is_err() {
                 tracing::debug!("the dispatcher has stopped: the process is exiting");
             }
@@ -204,16 +205,16 @@ fn rejected(pods: &KnownPods) -> BTreeSet<String> {
 }
 
 /// Terminates all pods, and adds the static ones to the set.
-async fn end_pods(context: &Arc<Context>, told: &mut BTreeSet<String>) {
+async fn terminate_pods(context: &Arc<Context>, terminated: &mut BTreeSet<String>) {
     let mut began = Instant::now();
     let mut times = Times {
         start: Some(context.clock.now()),
         end: None,
     };
     // A disk that hangs or is no longer available must not delay the termination of pods.
-    let noted = tokio::time::timeout(NOT_READY_TIMEOUT, note(context, times));
-    let (noted, ()) = tokio::join!(noted, report(context));
-    if noted.is_err() {
+    let saved = tokio::time::timeout(NOT_READY_TIMEOUT, save_times(context, times));
+    let (saved, ()) = tokio::join!(saved, report(context));
+    if saved.is_err() {
         tracing::warn!(waited = ?NOT_READY_TIMEOUT, file = STATE_FILE, "writing the time of the shutdown takes long; continuing without it");
     }
     let pods = context.ledger.pods().await;
@@ -221,8 +222,8 @@ async fn end_pods(context: &Arc<Context>, told: &mut BTreeSet<String>) {
     for (place, phase) in phases.iter().enumerate() {
         let deadline = began + phase.period;
         let is_static = phase.pods.iter().filter(|p| pod::is_static(p));
-        told.extend(is_static.map(|p| pod::uid(p).to_owned()));
-        end_phase(context, phase, deadline).await;
+        terminated.extend(is_static.map(|p| pod::uid(p).to_owned()));
+        terminate_phase(context, phase, deadline).await;
         // The apiserver may be a pod of the next phase. The wait is not added to the phase's period.
         let is_last = place + 1 == phases.len();
         let longest = Instant::now() + STATUS_TIMEOUT;
@@ -239,11 +240,11 @@ async fn end_pods(context: &Arc<Context>, told: &mut BTreeSet<String>) {
         began = Instant::now().min(deadline);
     }
     times.end = Some(context.clock.now());
-    note(context, times).await;
+    save_times(context, times).await;
 }
 
 /// Terminates the pods of a phase, and waits for them until the phase's deadline.
-async fn end_phase(context: &Context, phase: &Phase, deadline: Instant) {
+async fn terminate_phase(context: &Context, phase: &Phase, deadline: Instant) {
     let names: Vec<String> = phase.pods.iter().map(|p| pod::full_name(p)).collect();
     tracing::info!(
         priority = phase.priority,
@@ -334,7 +335,7 @@ fn last_times(root: &Path) -> Result<Times, String> {
 }
 
 /// Stores the start and end of the shutdown, for metrics after the next start.
-async fn note(context: &Context, times: Times) {
+async fn save_times(context: &Context, times: Times) {
     context.metrics.shut_down(times);
     let path = context.config.root_dir.join(STATE_FILE);
     let write = move || file::replace(&path, times.checkpoint().as_bytes());

@@ -167,7 +167,7 @@ impl Shell {
         let (pod, context) = (self.worker.pod(), self.context());
         let mut health = context
             .devices
-            .look(|devices| devices.health(pod::uid(pod)));
+            .read(|devices| devices.health(pod::uid(pod)));
         if has_claims(pod) {
             for (container, devices) in context.claims.health(pod) {
                 health.entry(container).or_default().extend(devices);

@@ -373,7 +373,7 @@ impl Meter {
     }
 
     fn pod(&self, place: Placed) -> PodFigures {
-        let told = place.known.told();
+        let told = place.known.status_object();
         let (id, cgroup) = place.sandbox;
         let own_network = !pod::host_network(&place.known.pod);
         let known = cgroup.as_deref();

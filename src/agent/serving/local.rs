@@ -57,7 +57,7 @@ pub async fn run(context: Arc<Context>) {
 async fn fetching(context: &Context) -> Option<Fetching> {
     match context.runtime.fetching().await {
         Ok(fetching) => Some(Fetching {
-            pulls: context.images.under_way(),
+            pulls: context.images.pulls_in_progress(),
             ..fetching
         }),
         Err(error) => {

@@ -135,7 +135,7 @@ fn instance(
     previous: bool,
 ) -> Result<Instance, Refusal> {
     let (newest, before) = observed.latest_two(container);
-    let told = status(known.told(), container);
+    let told = status(known.status_object(), container);
     let begun = match previous {
         true => last(told, observed, newest).or(before),
         false => newest
@@ -200,7 +200,7 @@ pub async fn of_container(
         Ok(observed) => observed,
         Err(error) => {
             tracing::debug!(%error, container, "cannot read a log: the runtime does not answer");
-            let told = status(known.told(), container);
+            let told = status(known.status_object(), container);
             let id = published_id(told, &place.pod, container, options.previous).map_err(bad)?;
             return Err(bad(unavailable(id.as_deref(), &place.pod, container)));
         }

@@ -217,7 +217,7 @@ async fn what_is_managed(out: &mut Page, context: &Context) {
     }
     context
         .claims
-        .look(|claims| claim_metrics::write(claims, out));
+        .read(|claims| claim_metrics::write(claims, out));
     let (orphans, failed) = context.metrics.orphaned();
     out.single(
         "kubelet_orphan_pod_cleaned_volumes",
@@ -407,7 +407,7 @@ fn pods_of_the_node(out: &mut Page, roster: &KnownPods) {
     );
     let active = roster
         .iter()
-        .filter(|k| !pod::is_terminal(k.told()))
+        .filter(|k| !pod::is_terminal(k.status_object()))
         .count();
     out.single(
         "kubelet_active_pods",
@@ -446,7 +446,7 @@ fn working_pods(out: &mut Page, roster: &KnownPods) {
 fn resizes(out: &mut Page, roster: &KnownPods) {
     let resizes = |kind: &str, reason: Option<&str>| {
         let has = |known: &&Known| {
-            let status = known.told().status.as_ref();
+            let status = known.status_object().status.as_ref();
             let mut conditions = status
                 .into_iter()
                 .flat_map(|s| s.conditions.iter().flatten());
@@ -473,7 +473,7 @@ fn resizes(out: &mut Page, roster: &KnownPods) {
 
 /// The lifecycle of a pod, in the kubelet's words.
 fn lifecycle_of(known: &Known) -> &'static str {
-    if pod::is_terminal(known.told()) {
+    if pod::is_terminal(known.status_object()) {
         "terminated"
     } else if known.pod.metadata.deletion_timestamp.is_some() {
         "terminating"

@@ -73,7 +73,7 @@ pub struct Known {
 
 impl Known {
     /// The object with the authoritative status.
-    pub(super) fn told(&self) -> &Pod {
+    pub(super) fn status_object(&self) -> &Pod {
         self.object.as_ref().unwrap_or(&self.pod)
     }
 }

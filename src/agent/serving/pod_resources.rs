@@ -185,11 +185,11 @@ fn of_pod_v1alpha1(pod: &Pod, held: &Devices) -> alpha::PodResources {
 
 impl Answers {
     /// Reads the assignments. The caller has obtained `managers` from the ledger.
-    fn look<T>(&self, managers: &Managers, look: impl FnOnce(&Held<'_>) -> T) -> T {
+    fn read<T>(&self, managers: &Managers, read: impl FnOnce(&Held<'_>) -> T) -> T {
         let context = &self.context;
-        context.devices.look(|devices| {
-            context.claims.look(|claims| {
-                look(&Held {
+        context.devices.read(|devices| {
+            context.claims.read(|claims| {
+                read(&Held {
                     devices,
                     claims,
                     managers,
@@ -215,7 +215,7 @@ impl PodResources for Answers {
     async fn list(&self) -> Vec<pb::PodResources> {
         self.context.metrics.pod_resources("list", true);
         let (pods, managers) = (self.pods().await, self.context.ledger.managers().await);
-        self.look(&managers, |held| {
+        self.read(&managers, |held| {
             pods.iter().map(|p| of_pod(p, held)).collect()
         })
     }
@@ -225,7 +225,7 @@ impl PodResources for Answers {
         // As in the kubelet, including terminated pods.
         let pods = self.context.ledger.pods().await;
         let list = |held: &Devices| pods.iter().map(|p| of_pod_v1alpha1(p, held)).collect();
-        self.context.devices.look(list)
+        self.context.devices.read(list)
     }
 
     async fn get(&self, namespace: &str, name: &str) -> Option<pb::PodResources> {
@@ -235,7 +235,7 @@ impl PodResources for Answers {
         self.context.metrics.pod_resources("get", pod.is_some());
         let pod = pod?;
         let managers = self.context.ledger.managers().await;
-        Some(self.look(&managers, |held| of_pod(pod, held)))
+        Some(self.read(&managers, |held| of_pod(pod, held)))
     }
 
     async fn allocatable(&self) -> pb::AllocatableResourcesResponse {
@@ -245,7 +245,7 @@ impl PodResources for Answers {
         let cpus = managers.cpus().map(Cpus::allocatable).unwrap_or_default();
         let blocks = managers.memory().map(Memory::allocatable);
         pb::AllocatableResourcesResponse {
-            devices: devices(self.context.devices.look(Devices::healthy)),
+            devices: devices(self.context.devices.read(Devices::healthy)),
             cpu_ids: cpu_ids(&cpus),
             memory: memory(&blocks.unwrap_or_default()),
         }

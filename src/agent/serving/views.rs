@@ -87,7 +87,7 @@ pub fn pods(server: &Arc<Server>) -> Response<Body> {
                 let own = server.context.journals.status(pod::uid(&pod));
                 own.map(Arc::unwrap_or_clone)
             }
-            _ => known.told().status.clone(),
+            _ => known.status_object().status.clone(),
         };
         marked(pod, known.seen)
     };

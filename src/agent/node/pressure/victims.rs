@@ -48,7 +48,7 @@ async fn pods(context: &Context) -> Vec<(Arc<Pod>, Option<Known>)> {
 
 /// The names and ids of a pod's containers.
 fn containers(known: &Known) -> Vec<(String, String)> {
-    let Some(status) = &known.told().status else {
+    let Some(status) = &known.status_object().status else {
         return vec![];
     };
     let regular = status.container_statuses.iter().flatten();
@@ -119,7 +119,7 @@ async fn in_cgroups(context: &Context, pods: Vec<(Arc<Pod>, Option<Known>)>) -> 
 type Layers = BTreeMap<(String, String), Layer>;
 
 /// Runs `work` as soon as a slot is free. Releases the slot after [`WALK_SLOT_TIME`], even if `work` is still running.
-async fn in_turn<T>(places: &Semaphore, work: impl Future<Output = T>) -> T {
+async fn with_slot<T>(places: &Semaphore, work: impl Future<Output = T>) -> T {
     // The semaphore is never closed.
     let place = places.acquire().await;
     let mut work = pin!(work);
@@ -150,7 +150,7 @@ async fn on_disk(
         Instant::now() + MEASURE_TIMEOUT,
     );
     let counts = pods.into_iter().map(|(pod, _)| async {
-        let counting = in_turn(&places, count(context, &pod, part, &layers));
+        let counting = with_slot(&places, count(context, &pod, part, &layers));
         let figures = match tokio::time::timeout_at(until, counting).await {
             Ok(figures) => figures,
             Err(_) => {
@@ -222,7 +222,7 @@ mod tests {
                 tokio::time::sleep(took).await;
                 now.fetch_sub(1, Ordering::Relaxed);
             };
-            tokio::time::timeout(MEASURE_TIMEOUT, in_turn(&places, walk))
+            tokio::time::timeout(MEASURE_TIMEOUT, with_slot(&places, walk))
         });
         let counted = join_all(counts).await;
         let failed = counted.iter().filter(|count| count.is_err()).count();

@@ -42,7 +42,7 @@ impl Job {
         let name = &start.container.name;
         let secrets = self.pull_secrets().await;
         let (context, pod) = (self.context(), &self.pod);
-        let whose = image::For {
+        let whose = image::PullContext {
             pod,
             role: start.role,
             sandbox: self,

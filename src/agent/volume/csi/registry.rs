@@ -339,12 +339,12 @@ fn forget_gone(
             drivers.get(&name).is_some_and(|d| d.socket == path) && drivers.remove(&name).is_some()
         };
         let now = context.clock.now();
-        if context.claims.lose(&name, &path) {
+        if context.claims.remove_instance(&name, &path) {
             // Other instances of the driver stay registered.
             tracing::info!(driver = name, socket = %path.display(), "DRA driver unregistered");
             continue;
         }
-        if !was_driver && !context.devices.lose(&name, &path, now) {
+        if !was_driver && !context.devices.mark_gone(&name, &path, now) {
             continue;
         }
         tracing::info!(plugin = name, socket = %path.display(), "plugin unregistered");
