@@ -194,10 +194,7 @@ impl Agent {
         ));
         let slices = Box::pin(node::slices::run(Arc::clone(&context)));
         if let Some(keeper) = &self.keeper {
-            tokio::spawn(node::store_for_offline_start(
-                Arc::clone(&context),
-                keeper.clone(),
-            ));
+            tokio::spawn(node::store_node(Arc::clone(&context), keeper.clone()));
         }
         let pod_resources = Box::pin(serving::pod_resources::run(Arc::clone(&context)));
         let clearing = pod::orphans::Clearing::default();

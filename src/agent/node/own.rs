@@ -210,7 +210,7 @@ impl OwnNode {
 }
 
 /// Stores the Node's fields that admission needs, for a start without an apiserver.
-pub async fn store_for_offline_start(context: Arc<Context>, keeper: Keeper) {
+pub async fn store_node(context: Arc<Context>, keeper: Keeper) {
     let mut seen = context.node.subscribe();
     loop {
         let node = seen.borrow_and_update().clone();
