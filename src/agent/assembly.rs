@@ -80,7 +80,7 @@ async fn driver(runtime: &dyn Runtime, config: &Config, metrics: &super::Metrics
 }
 
 /// Creates the directories that other programs expect to exist: CSI drivers mount `plugins` and `plugins_registry`.
-fn make_directories(config: &Config) -> anyhow::Result<()> {
+fn create_directories(config: &Config) -> anyhow::Result<()> {
     for dir in [
         config.root_dir.clone(),
         config.root_dir.join("pods"),
@@ -99,7 +99,7 @@ fn make_directories(config: &Config) -> anyhow::Result<()> {
 }
 
 /// The names and addresses for the Node object, as far as the agent determines them without a cloud provider.
-fn first_reported(config: &Config, ips: &[String]) -> Vec<NodeAddress> {
+fn initial_addresses(config: &Config, ips: &[String]) -> Vec<NodeAddress> {
     let own = addresses(Sources {
         name: &config.node_name,
         ips,
@@ -130,7 +130,7 @@ fn share_mounts(config: &Config) {
 }
 
 /// Shares the mounts of volumes and of network namespaces with other mount namespaces.
-async fn share_all(config: &Config, runtime: &dyn Runtime) {
+async fn share_mounts_and_namespaces(config: &Config, runtime: &dyn Runtime) {
     share_mounts(config);
     share_namespaces(runtime).await;
 }
@@ -215,7 +215,7 @@ fn host(
 }
 
 /// Logs configuration fields that were read but have no effect.
-fn log_unread(config: &Config) {
+fn warn_unread_fields(config: &Config) {
     for what in &config.unread {
         tracing::warn!(
             what,
@@ -233,8 +233,8 @@ fn log_unread(config: &Config) {
 /// Builds the agent. Waits for the runtime; errors are those of configuration, credentials and this machine.
 pub async fn build(config: Config) -> anyhow::Result<Agent> {
     super::node::machine::prepare(&config)?;
-    log_unread(&config);
-    make_directories(&config)?;
+    warn_unread_fields(&config);
+    create_directories(&config)?;
     let managers = super::node::managers::start(&config)?;
     let metrics = metrics();
     let counted = Arc::clone(&metrics);
@@ -265,7 +265,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         AbortOnDropHandle::new(tokio::spawn(keep))
     });
     let node_ips = watch::channel(network::first_addresses(&config).await).0;
-    let node_addresses = watch::channel(first_reported(&config, &node_ips.borrow())).0;
+    let node_addresses = watch::channel(initial_addresses(&config, &node_ips.borrow())).0;
     if config.serving.asks_for_certificate
         && let Some(Connections { client, .. }) = &connections
     {
@@ -274,7 +274,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         tokio::spawn(credentials::renew_when_due(kept, client, clock, metrics));
     }
     let driver = driver(&*runtime, &config, &metrics).await;
-    share_all(&config, &*runtime).await;
+    share_mounts_and_namespaces(&config, &*runtime).await;
     let host = host(&config, driver, &metrics)?;
     let machine = Machine::read(&config.root_dir);
     let resolver = network::resolver(&config, &node_ips.borrow());

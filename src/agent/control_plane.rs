@@ -42,7 +42,7 @@ impl Connections {
         let answers = Answers::default();
         let noted = answers.clone();
         let report: Report = Arc::new(move |method, host, code, took| {
-            counted.requested(method, host, code, took);
+            counted.api_request(method, host, code, took);
             noted.note(code);
             if let (Some(keeper), Some(200..300)) = (&confirmed, code) {
                 keeper.confirm();

@@ -292,7 +292,7 @@ pub(super) async fn run(
         let _ = inputs.images.wait_for(Option::is_some).await;
     };
     // A node is not ready before its API is served, which takes a moment.
-    let tried = tokio::time::timeout(SERVING_TIMEOUT, context.unserved.is_tried());
+    let tried = tokio::time::timeout(SERVING_TIMEOUT, context.unserved.wait_until_tried());
     let _ = tokio::join!(tokio::time::timeout(FIRST_STATUS_TIMEOUT, known), tried);
     let first = || compute(context, &inputs, &NodeStatus::default(), Extended::Kept);
     let node = registration::register(context, &*api, first).await;

@@ -92,7 +92,7 @@ struct InterruptedSleep<'a>(&'a Context);
 
 impl Drop for InterruptedSleep<'_> {
     fn drop(&mut self) {
-        self.0.metrics.sleep_cut();
+        self.0.metrics.sleep_hook_interrupted();
     }
 }
 

@@ -178,7 +178,7 @@ impl Relist {
         }
         let context = &self.context;
         let begun = round.begun;
-        context.metrics.listed(
+        context.metrics.runtime_listed(
             context.clock.now().as_duration().as_secs_f64(),
             begun.elapsed(),
             self.last.replace(begun).map(|last| begun - last),

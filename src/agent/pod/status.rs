@@ -70,7 +70,7 @@ impl StatusWriter {
                     0 => object.as_ref().and_then(|o| o.status.as_ref()),
                     _ => Some(&*wanted.status),
                 };
-                self.metrics.containers_ended(before, status);
+                self.metrics.containers_terminated(before, status);
                 *wanted = Wanted {
                     version: wanted.version + 1,
                     status: Arc::clone(status),

@@ -135,7 +135,7 @@ pub async fn run(
     }
     context.ledger.release(&uid);
     context.journals.mark_deleted(&uid);
-    context.metrics.gone(shell.worker.pod());
+    context.metrics.remove_pod(shell.worker.pod());
 }
 
 fn rules(context: &Context, assets: &Assets) -> Rules {
@@ -208,7 +208,7 @@ impl Shell {
             };
             self.context()
                 .metrics
-                .worked(operation, running.begun.elapsed());
+                .sync_completed(operation, running.begun.elapsed());
         }
         if let Some(asset) = report.asset {
             self.assets.keep(asset);
@@ -419,7 +419,7 @@ impl Shell {
             let after = self.context().clock.now().duration_since(self.first_seen);
             let containers = pod::spec(self.worker.pod()).containers.len();
             let metrics = &self.context().metrics;
-            metrics.pod_begun(containers, after.as_secs_f64());
+            metrics.first_sync(containers, after.as_secs_f64());
         }
         self.serial += 1;
         let (serial, key) = (self.serial, op.key());

@@ -32,11 +32,11 @@ const MAX_WAITING_REVIEWS: usize = 64;
 const MAX_REVIEWS_PER_ADDRESS: usize = 16;
 
 /// A cache whose entries expire.
-struct Answers<K, V>(Mutex<HashMap<K, (Instant, V)>>);
+struct ExpiringCache<K, V>(Mutex<HashMap<K, (Instant, V)>>);
 
-impl<K: Hash + Eq, V: Clone> Answers<K, V> {
-    fn new() -> Answers<K, V> {
-        Answers(Mutex::default())
+impl<K: Hash + Eq, V: Clone> ExpiringCache<K, V> {
+    fn new() -> ExpiringCache<K, V> {
+        ExpiringCache(Mutex::default())
     }
 
     fn get(&self, key: &K) -> Option<V> {
@@ -65,10 +65,10 @@ pub struct Access {
     node: String,
     reviews: Option<Arc<dyn Reviews>>,
     /// Identities by the digest of their token; tokens themselves are not stored.
-    tokens: Answers<String, Identity>,
+    tokens: ExpiringCache<String, Identity>,
     /// Invalid tokens. A separate cache, so that a flood of them does not evict valid ones.
-    nobodys: Answers<String, ()>,
-    decisions: Answers<(Identity, &'static str, &'static str), bool>,
+    invalid_tokens: ExpiringCache<String, ()>,
+    decisions: ExpiringCache<(Identity, &'static str, &'static str), bool>,
     /// A permit is held during a token review.
     reviewing: Semaphore,
     /// A permit is held while a token waits for its review and during the review.
@@ -78,21 +78,24 @@ pub struct Access {
 }
 
 /// A permit counted for an address.
-struct Taken<'a>(&'a Mutex<HashMap<IpAddr, usize>>, IpAddr);
+struct AddressPermit<'a>(&'a Mutex<HashMap<IpAddr, usize>>, IpAddr);
 
-impl<'a> Taken<'a> {
+impl<'a> AddressPermit<'a> {
     /// Counts a permit; `None` if the address has reached its limit.
-    fn one(places: &'a Mutex<HashMap<IpAddr, usize>>, address: IpAddr) -> Option<Taken<'a>> {
+    fn acquire(
+        places: &'a Mutex<HashMap<IpAddr, usize>>,
+        address: IpAddr,
+    ) -> Option<AddressPermit<'a>> {
         let mut all = lock(places);
         let count = all.entry(address).or_default();
         (*count < MAX_REVIEWS_PER_ADDRESS).then(|| {
             *count += 1;
-            Taken(places, address)
+            AddressPermit(places, address)
         })
     }
 }
 
-impl Drop for Taken<'_> {
+impl Drop for AddressPermit<'_> {
     fn drop(&mut self) {
         let mut all = lock(self.0);
         if let Some(count) = all.get_mut(&self.1) {
@@ -136,9 +139,9 @@ impl Access {
             serving,
             node: node.into(),
             reviews,
-            tokens: Answers::new(),
-            nobodys: Answers::new(),
-            decisions: Answers::new(),
+            tokens: ExpiringCache::new(),
+            invalid_tokens: ExpiringCache::new(),
+            decisions: ExpiringCache::new(),
             reviewing: Semaphore::new(MAX_PARALLEL_REVIEWS),
             waiting: Semaphore::new(MAX_PARALLEL_REVIEWS + MAX_WAITING_REVIEWS),
             taken: Mutex::default(),
@@ -146,7 +149,11 @@ impl Access {
     }
 
     /// Authenticates a request. Returns the error response if this fails.
-    async fn who(&self, peer: &Peer, headers: &HeaderMap) -> Result<Identity, Response<Body>> {
+    async fn authenticate(
+        &self,
+        peer: &Peer,
+        headers: &HeaderMap,
+    ) -> Result<Identity, Response<Body>> {
         let shown = peer.certificate.as_deref();
         if let Some(identity) = shown.and_then(|c| c.holds()).and_then(of_certificate) {
             return Ok(identity);
@@ -170,7 +177,7 @@ impl Access {
         let key = digest::sha256(token.as_bytes());
         let known = || match self.tokens.get(&key) {
             Some(identity) => Some(Some(identity)),
-            None => self.nobodys.get(&key).map(|()| None),
+            None => self.invalid_tokens.get(&key).map(|()| None),
         };
         if let Some(known) = known() {
             return known.ok_or_else(unauthorized);
@@ -184,7 +191,8 @@ impl Access {
                 "too many token reviews are in progress: try again later",
             )
         };
-        let _taken = Taken::one(&self.taken, peer.address.ip()).ok_or_else(busy)?;
+        let _address_permit =
+            AddressPermit::acquire(&self.taken, peer.address.ip()).ok_or_else(busy)?;
         let _waiting = self.waiting.try_acquire().map_err(|_| busy())?;
         let _reviewing = self.reviewing.acquire().await.map_err(|_| busy())?;
         // Another request may have had the same token reviewed meanwhile.
@@ -197,7 +205,7 @@ impl Access {
                 Ok(found)
             }
             Ok(None) => {
-                self.nobodys.put(key, (), INVALID_TOKEN_TTL);
+                self.invalid_tokens.put(key, (), INVALID_TOKEN_TTL);
                 Err(unauthorized())
             }
             Err(error) => {
@@ -245,8 +253,8 @@ impl Access {
         headers: &HeaderMap,
         needs: &Needs,
     ) -> Result<(), Response<Body>> {
-        let who = self.who(peer, headers).await?;
-        match self.may(&who, needs).await {
+        let who = self.authenticate(peer, headers).await?;
+        match self.authorize(&who, needs).await {
             Ok(true) => Ok(()),
             Ok(false) => {
                 let (verb, subresources) = (needs.verb, needs.subresources.join(" "));
@@ -278,13 +286,13 @@ mod tests {
     /// Reviews that accept one token and let its owner read metrics.
     #[derive(Default)]
     struct Fixed {
-        asked: AtomicUsize,
+        requests: AtomicUsize,
     }
 
     #[async_trait::async_trait]
     impl Reviews for Fixed {
         async fn who(&self, token: &str) -> Result<Option<Identity>, ApiFailure> {
-            self.asked.fetch_add(1, Ordering::Relaxed);
+            self.requests.fetch_add(1, Ordering::Relaxed);
             match token {
                 "good" => Ok(Some(Identity {
                     name: "reader".into(),
@@ -297,7 +305,7 @@ mod tests {
         }
 
         async fn may(&self, who: &Identity, ask: &NodeAsk<'_>) -> Result<bool, ApiFailure> {
-            self.asked.fetch_add(1, Ordering::Relaxed);
+            self.requests.fetch_add(1, Ordering::Relaxed);
             let all = who.groups.iter().any(|g| g == "masters");
             Ok(all || (who.name == "reader" && ask.subresource == "metrics" && ask.verb == "get"))
         }
@@ -420,9 +428,12 @@ mod tests {
             let answer = code(&access, &nobody, Some(&wrong), "GET", "/metrics").await;
             assert_eq!(answer, 401);
         }
-        let asked = fixed.asked.load(Ordering::Relaxed);
+        let requests = fixed.requests.load(Ordering::Relaxed);
         let answer = code(&access, &nobody, Some("good"), "GET", "/metrics").await;
-        assert_eq!((answer, fixed.asked.load(Ordering::Relaxed)), (200, asked));
+        assert_eq!(
+            (answer, fixed.requests.load(Ordering::Relaxed)),
+            (200, requests)
+        );
 
         let tokens: Vec<String> = (0..MAX_PARALLEL_REVIEWS + MAX_WAITING_REVIEWS)
             .map(|n| format!("slow{n}"))
@@ -542,6 +553,6 @@ mod tests {
                 401
             );
         }
-        assert_eq!(fixed.asked.load(Ordering::Relaxed), 3, "one review each");
+        assert_eq!(fixed.requests.load(Ordering::Relaxed), 3, "one review each");
     }
 }

@@ -187,7 +187,7 @@ type Dated = (Instant, Arc<Snapshot>);
 
 /// The stored measurements.
 #[derive(Default)]
-pub struct Figures {
+pub struct Measurements {
     /// The last measurement, and an earlier one that is old enough to compute a rate.
     last: Mutex<(Option<Dated>, Option<Dated>)>,
     /// The settings of cgroups.
@@ -209,11 +209,11 @@ struct Running(std::sync::Mutex<Option<Vec<RunningContainer>>>);
 impl Running {
     /// Returns the runtime's current list. If the runtime fails or is slow, returns the previous list,
     /// as containers run independently of the runtime.
-    async fn ask(
+    async fn refresh(
         &self,
-        asked: impl Future<Output = Result<Vec<RunningContainer>, RuntimeError>>,
+        request: impl Future<Output = Result<Vec<RunningContainer>, RuntimeError>>,
     ) -> Result<Vec<RunningContainer>, RuntimeError> {
-        let answer = tokio::time::timeout(RUNTIME_TIMEOUT, asked).await;
+        let answer = tokio::time::timeout(RUNTIME_TIMEOUT, request).await;
         let answer = answer.unwrap_or_else(|_| {
             Err(RuntimeError {
                 kind: RuntimeErrorKind::Timeout,
@@ -231,11 +231,11 @@ impl Running {
 
 /// The running containers, or those of the runtime's last answer.
 pub async fn running(server: &Server) -> Result<Vec<RunningContainer>, RuntimeError> {
-    let asked = server.context.runtime.running();
-    server.figures.running.ask(asked).await
+    let request = server.context.runtime.running();
+    server.figures.running.refresh(request).await
 }
 
-impl Figures {
+impl Measurements {
     /// The measured volumes of claims. Starts no measurement.
     pub fn known_volumes(&self) -> Vec<VolumeFigures> {
         let all = lock(&self.disks);
@@ -340,21 +340,21 @@ impl Meter {
 
     fn container(
         &self,
-        told: &Pod,
+        status_object: &Pod,
         place: String,
         c: RunningContainer,
     ) -> Option<ContainerFigures> {
         let usage = self.usage(&place)?;
-        let status = logs::status(told, &c.name).map(|s| s.image.clone());
+        let status = logs::status(status_object, &c.name).map(|s| s.image.clone());
         let status = status.filter(|image| !image.is_empty());
         let spec = || {
-            let all = pod::containers(told);
+            let all = pod::containers(status_object);
             let of_spec = all.iter().find(|(_, known)| known.name == c.name);
             of_spec.and_then(|(_, known)| known.image.clone())
         };
         Some(ContainerFigures {
             rate: self.rate(&place, &usage),
-            started: began(told, &c.name),
+            started: began(status_object, &c.name),
             processes: self.processes(&place),
             image: status.or_else(spec).unwrap_or_default(),
             name: c.name,
@@ -373,7 +373,7 @@ impl Meter {
     }
 
     fn pod(&self, place: Placed) -> PodFigures {
-        let told = place.known.status_object();
+        let status_object = place.known.status_object();
         let (id, cgroup) = place.sandbox;
         let own_network = !pod::host_network(&place.known.pod);
         let known = cgroup.as_deref();
@@ -386,7 +386,8 @@ impl Meter {
             cgroup,
         };
         let containers = place.containers.into_iter();
-        let containers = containers.filter_map(|(place, c)| self.container(told, place, c));
+        let containers =
+            containers.filter_map(|(place, c)| self.container(status_object, place, c));
         let containers: Vec<ContainerFigures> = containers.collect();
         let (usage, rate) = match &place.cgroup {
             Some(cgroup) => {
@@ -401,7 +402,7 @@ impl Meter {
         };
         PodFigures {
             rate,
-            started: told
+            started: status_object
                 .status
                 .as_ref()
                 .and_then(|s| s.start_time.as_ref())
@@ -574,7 +575,7 @@ pub async fn disks(server: &Arc<Server>, pods: &[PodFigures]) -> HashMap<String,
                 {
                     return (pod::uid(&pod).to_owned(), figures.clone());
                 }
-                let fresh = count(&server, &pod, &layers).await;
+                let fresh = measure_disk(&server, &pod, &layers).await;
                 *known = Some((Instant::now(), fresh.clone()));
                 (pod::uid(&pod).to_owned(), fresh)
             }));
@@ -590,7 +591,11 @@ pub async fn disks(server: &Arc<Server>, pods: &[PodFigures]) -> HashMap<String,
     found
 }
 
-async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &OnceCell<Layers>) -> DiskFigures {
+async fn measure_disk(
+    server: &Arc<Server>,
+    pod: &Arc<Pod>,
+    layers: &OnceCell<Layers>,
+) -> DiskFigures {
     let context = &server.context;
     let layers = layers
         .get_or_init(|| async { context.runtime.layers().await.unwrap_or_default() })
@@ -676,14 +681,17 @@ mod tests {
             sandbox: "s".into(),
         };
         let running = Running::default();
-        assert_eq!(running.ask(async { Err(failed()) }).await, Err(failed()));
-        let silent = running.ask(std::future::pending()).await;
+        assert_eq!(
+            running.refresh(async { Err(failed()) }).await,
+            Err(failed())
+        );
+        let silent = running.refresh(std::future::pending()).await;
         assert!(silent.is_err_and(|e| e.kind == RuntimeErrorKind::Timeout));
-        let said: Result<_, RuntimeError> = Ok(vec![one]);
-        assert_eq!(running.ask(async { said.clone() }).await, said);
-        assert_eq!(running.ask(async { Err(failed()) }).await, said);
-        assert_eq!(running.ask(std::future::pending()).await, said);
-        assert_eq!(running.ask(async { Ok(vec![]) }).await, Ok(vec![]));
-        assert_eq!(running.ask(async { Err(failed()) }).await, Ok(vec![]));
+        let listed: Result<_, RuntimeError> = Ok(vec![one]);
+        assert_eq!(running.refresh(async { listed.clone() }).await, listed);
+        assert_eq!(running.refresh(async { Err(failed()) }).await, listed);
+        assert_eq!(running.refresh(std::future::pending()).await, listed);
+        assert_eq!(running.refresh(async { Ok(vec![]) }).await, Ok(vec![]));
+        assert_eq!(running.refresh(async { Err(failed()) }).await, Ok(vec![]));
     }
 }

@@ -98,7 +98,7 @@ fn record(context: &Context, namespace: &str, name: &str) -> Option<Answer> {
 type Answer = serde_json::Result<String>;
 
 async fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full<Bytes>> {
-    let say = |status: StatusCode, text: String| {
+    let respond = |status: StatusCode, text: String| {
         let mut response = Response::new(Full::from(text));
         *response.status_mut() = status;
         response
@@ -112,12 +112,12 @@ async fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full
         let text = report.map_err(|e| e.to_string());
         let text = text.and_then(|r| serde_json::to_string(&r).map_err(|e| e.to_string()));
         return match text {
-            Ok(text) => say(StatusCode::OK, text),
-            Err(error) => say(StatusCode::INTERNAL_SERVER_ERROR, error),
+            Ok(text) => respond(StatusCode::OK, text),
+            Err(error) => respond(StatusCode::INTERNAL_SERVER_ERROR, error),
         };
     }
     let [question @ ("explain" | "record"), namespace, name] = parts.as_slice() else {
-        return say(
+        return respond(
             StatusCode::NOT_FOUND,
             "unknown path: use /explain/NAMESPACE/NAME, /record/NAMESPACE/NAME or /gc".into(),
         );
@@ -127,14 +127,14 @@ async fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full
         _ => record(context, namespace, name),
     };
     match answer {
-        Some(Ok(text)) => say(StatusCode::OK, text),
-        Some(Err(error)) => say(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+        Some(Ok(text)) => respond(StatusCode::OK, text),
+        Some(Err(error)) => respond(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
         None => {
             let node = &context.config.node_name;
             let text = format!(
                 "the agent of node {node} knows no pod {namespace}/{name}: find the pod's node with `kubectl get pod -o wide`"
             );
-            say(StatusCode::NOT_FOUND, text)
+            respond(StatusCode::NOT_FOUND, text)
         }
     }
 }

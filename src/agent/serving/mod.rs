@@ -33,7 +33,7 @@ use kube::ResourceExt as _;
 use tracing::Instrument as _;
 
 use super::Context;
-use super::metrics::Answering;
+use super::metrics::RequestInFlight;
 use crate::core::pod;
 use crate::core::serving::{self, Endpoint, Place, Routed};
 use crate::cri::{ImageFilesystem, RuntimeError};
@@ -121,7 +121,7 @@ impl Refusal {
 pub struct Server {
     context: Arc<Context>,
     access: Access,
-    figures: figures::Figures,
+    figures: figures::Measurements,
     sessions: Sessions,
     /// The directory of the runtime's images, and the sandbox image.
     images: tokio::sync::OnceCell<(PathBuf, String)>,
@@ -148,7 +148,7 @@ impl Server {
     }
 
     /// The runtime's image directory and sandbox image, read once.
-    async fn of_images(&self) -> Result<&(PathBuf, String), RuntimeError> {
+    async fn image_settings(&self) -> Result<&(PathBuf, String), RuntimeError> {
         let ask = || async {
             let stock = self.context.runtime.stock().await?;
             let pinned = stock.images.iter().filter(|i| i.pinned);
@@ -176,17 +176,17 @@ impl Server {
         request: &mut Request<Incoming>,
         (method, path): (&'static str, &'static str),
         server: &'static str,
-    ) -> Arc<Answering> {
+    ) -> Arc<RequestInFlight> {
         let metrics = &self.context.metrics;
-        let answering = metrics.http(method, path, server, serving::is_long(path));
-        let answering = Arc::new(answering);
-        request.extensions_mut().insert(Arc::clone(&answering));
-        answering
+        let in_flight = metrics.http(method, path, server, serving::is_long(path));
+        let in_flight = Arc::new(in_flight);
+        request.extensions_mut().insert(Arc::clone(&in_flight));
+        in_flight
     }
 
     async fn answer(self: Arc<Self>, peer: Peer, mut request: Request<Incoming>) -> Response<Body> {
         let (method, path) = named(&request);
-        let answering = self.count(&mut request, (method, path), "readwrite");
+        let in_flight = self.count(&mut request, (method, path), "readwrite");
         let needs = serving::needs(request.method().as_str(), request.uri().path());
         let span = tracing::info_span!(target: "trace::http", "http", otel.name = format!("{method} /{path}"), otel.kind = "server");
         let answer = async {
@@ -195,7 +195,7 @@ impl Server {
                 Err(refusal) => refusal,
             }
         };
-        https::held(answer.instrument(span).await, answering)
+        https::held(answer.instrument(span).await, in_flight)
     }
 
     async fn serve(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {
@@ -206,7 +206,7 @@ impl Server {
             }
             Routed::Nothing => return text(StatusCode::NOT_FOUND, "404 page not found"),
         };
-        if let Some(Refusal(code, why)) = self.closed(&endpoint) {
+        if let Some(Refusal(code, why)) = self.disabled_error(&endpoint) {
             return text(code, why);
         }
         self.found(&endpoint, request)
@@ -215,7 +215,7 @@ impl Server {
     }
 
     /// The error response of a disabled endpoint.
-    fn closed(&self, endpoint: &Endpoint) -> Option<Refusal> {
+    fn disabled_error(&self, endpoint: &Endpoint) -> Option<Refusal> {
         let config = &self.context.config.serving;
         if !config.debugging {
             return serving::without_debugging(endpoint).map(Refusal::of);
@@ -253,7 +253,7 @@ impl Server {
             Endpoint::Verbosity => views::verbosity(request).await,
             Endpoint::Run(place) => streams::run(self, place, &query).await,
             Endpoint::Exec(_) | Endpoint::Attach(_) | Endpoint::PortForward(_) => {
-                streams::hand_on(self, endpoint, request).await
+                streams::serve_stream(self, endpoint, request).await
             }
             Endpoint::Stats => stats::summary(self, &query).await,
             Endpoint::Metrics(part) => {
@@ -268,7 +268,7 @@ impl Server {
 pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessions: Sessions) {
     let serving = context.config.serving.clone();
     if !serving.enabled {
-        context.unserved.settle();
+        context.unserved.mark_tried();
         service::ready();
         return std::future::pending().await;
     }
@@ -277,7 +277,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
     let server = Arc::new(Server {
         context,
         access,
-        figures: figures::Figures::default(),
+        figures: figures::Measurements::default(),
         sessions,
         images: tokio::sync::OnceCell::new(),
     });
@@ -313,7 +313,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
                 let server = Arc::clone(&server);
                 async move {
                     let names = named(&request);
-                    let answering = server.count(&mut request, names, "readonly");
+                    let in_flight = server.count(&mut request, names, "readonly");
                     let (method, path) = (request.method().as_str(), request.uri().path());
                     let closed = match serving::route(method, path) {
                         Routed::Found(endpoint) => serving::without_debugging(&endpoint),
@@ -323,7 +323,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
                         Some(Refusal(code, why)) => text(code, why),
                         None => server.serve(request).await,
                     };
-                    https::held(answer, answering)
+                    https::held(answer, in_flight)
                 }
             },
         )

@@ -77,7 +77,7 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
     let (sender, pieces) = mpsc::channel(2);
     tokio::spawn(async move {
         // The program is stopped when this task returns or the client disconnects.
-        let copy = pass_on(first, out, errors, sender);
+        let copy = forward_output(first, out, errors, sender);
         if tokio::time::timeout(SEARCH_TIMEOUT, copy).await.is_err() {
             tracing::warn!("a search of the node's journal timed out and was stopped");
         }
@@ -87,7 +87,7 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
 }
 
 /// Forwards the output already read, then further output, and finally the errors.
-async fn pass_on(
+async fn forward_output(
     first: Vec<u8>,
     mut out: ChildStdout,
     errors: JoinHandle<Vec<u8>>,
@@ -154,7 +154,7 @@ mod tests {
         let out = child.stdout.take().expect("its output");
         let errors = errors_of(&mut child);
         let (sender, mut pieces) = mpsc::channel(8);
-        pass_on(b"first\n".to_vec(), out, errors, sender).await;
+        forward_output(b"first\n".to_vec(), out, errors, sender).await;
         let mut text = vec![];
         while let Some(piece) = pieces.recv().await {
             text.extend_from_slice(&piece);

@@ -126,14 +126,18 @@ fn claimed(pod: &Pod, container: &Container, claims: &Claims) -> Vec<pb::Dynamic
 }
 
 /// The assignments of all containers.
-struct Held<'a> {
+struct Assignments<'a> {
     devices: &'a Devices,
     claims: &'a Claims,
     managers: &'a Managers,
 }
 
 /// The resources assigned to a container.
-fn of_container(pod: &Pod, container: &Container, held: &Held<'_>) -> pb::ContainerResources {
+fn of_container(
+    pod: &Pod,
+    container: &Container,
+    held: &Assignments<'_>,
+) -> pb::ContainerResources {
     let (uid, name, managers) = (pod::uid(pod), &container.name, held.managers);
     let cpus = managers.cpus();
     let cpus = cpus.and_then(|cpus| cpus.state().exclusive.get(uid)?.get(name));
@@ -149,7 +153,7 @@ fn of_container(pod: &Pod, container: &Container, held: &Held<'_>) -> pb::Contai
 }
 
 /// The resources of a pod's containers that run as long as the pod does.
-fn of_pod(pod: &Pod, held: &Held<'_>) -> pb::PodResources {
+fn of_pod(pod: &Pod, held: &Assignments<'_>) -> pb::PodResources {
     let containers = pod::containers(pod);
     let lasting = containers
         .iter()
@@ -185,11 +189,11 @@ fn of_pod_v1alpha1(pod: &Pod, held: &Devices) -> alpha::PodResources {
 
 impl Answers {
     /// Reads the assignments. The caller has obtained `managers` from the ledger.
-    fn read<T>(&self, managers: &Managers, read: impl FnOnce(&Held<'_>) -> T) -> T {
+    fn read<T>(&self, managers: &Managers, read: impl FnOnce(&Assignments<'_>) -> T) -> T {
         let context = &self.context;
         context.devices.read(|devices| {
             context.claims.read(|claims| {
-                read(&Held {
+                read(&Assignments {
                     devices,
                     claims,
                     managers,

@@ -61,9 +61,9 @@ pub fn health(context: &Context, check: &str, query: &str) -> Response<Body> {
         last_turn: context.heartbeats.since_turn(),
         resync: context.config.sync_frequency,
     };
-    let (code, told) = health.answer(check, query);
+    let (code, answer) = health.answer(check, query);
     let code = StatusCode::from_u16(code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    text(code, told)
+    text(code, answer)
 }
 
 /// Annotates a pod of the API with its source and the time of its first observation, as the kubelet does

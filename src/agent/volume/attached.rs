@@ -77,7 +77,7 @@ impl AttachedDisks {
         let key = (uid.to_owned(), volume.to_owned());
         let before = lock(&self.of_pods).insert(key, name.to_owned());
         if before.is_none() {
-            self.reported.outdated();
+            self.reported.request_update();
         }
     }
 
@@ -91,7 +91,7 @@ impl AttachedDisks {
         }
         self.reported
             .retain(|name| of_pods.values().any(|other| other == name));
-        self.reported.outdated();
+        self.reported.request_update();
     }
 }
 
@@ -110,7 +110,7 @@ pub(super) async fn of_disk(
         return Ok(());
     }
     let begun = Instant::now();
-    let outcome = listed_for_us(context, name).await;
+    let outcome = wait_until_attached(context, name).await;
     context.metrics.volume(VolumeOperation {
         name: "verify_controller_attached_volume",
         plugin: &resolved.qualified_plugin(),
@@ -129,14 +129,14 @@ pub(super) async fn of_disk(
     })
 }
 
-async fn listed_for_us(context: &Context, name: &str) -> Result<(), String> {
-    context.disks.reported.lists(name).await?;
+async fn wait_until_attached(context: &Context, name: &str) -> Result<(), String> {
+    context.disks.reported.wait_until_reported(name).await?;
     let node = &context.config.node_name;
     // The cached Node may be older than the report.
     if !context.node.refresh().await {
-        return Err(unanswered(context, name));
+        return Err(no_answer_error(context, name));
     }
-    match is_listed(context, name).await {
+    match wait_until_listed(context, name).await {
         true => Ok(()),
         false => Err(format!(
             "volumesAttached of node {node} does not list {name}; the attach-detach controller lists it when no other node blocks the attachment"
@@ -145,7 +145,7 @@ async fn listed_for_us(context: &Context, name: &str) -> Result<(), String> {
 }
 
 /// The error when the API does not answer whether a volume is listed.
-pub(super) fn unanswered(context: &Context, volume: &str) -> String {
+pub(super) fn no_answer_error(context: &Context, volume: &str) -> String {
     let node = &context.config.node_name;
     format!(
         "the API does not answer whether volumesAttached of node {node} lists {volume}; retrying"
@@ -153,7 +153,7 @@ pub(super) fn unanswered(context: &Context, volume: &str) -> String {
 }
 
 /// Waits until the node's status lists a volume as attached. Returns whether it does.
-pub(super) async fn is_listed(context: &Context, volume: &str) -> bool {
+pub(super) async fn wait_until_listed(context: &Context, volume: &str) -> bool {
     let lists = |node: &Node| {
         let status = node.status.as_ref();
         let mut attached = status

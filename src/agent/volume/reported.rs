@@ -33,17 +33,17 @@ impl Reported {
     }
 
     /// Requests a new status.
-    pub(super) fn outdated(&self) {
+    pub(super) fn request_update(&self) {
         self.changed.notify_one();
     }
 
-    /// Waits for a request of [`Reported::outdated`].
+    /// Waits for a request of [`Reported::request_update`].
     pub(super) async fn changed(&self) {
         self.changed.notified().await;
     }
 
     /// Waits until the status reports a volume in use.
-    pub(super) async fn lists(&self, volume: &str) -> Result<(), String> {
+    pub(super) async fn wait_until_reported(&self, volume: &str) -> Result<(), String> {
         let mut names = self.names.subscribe();
         let says = names.wait_for(|names| names.contains(volume));
         match tokio::time::timeout(REPORT_TIMEOUT, says).await {
