@@ -117,7 +117,7 @@ fn a_shutdown_does_not_wait_for_a_pod_that_never_terminates() {
         world.create_ranked_pod("stuck", 0, 5);
         world.create_ranked_pod("next", 1000, 5);
         tokio::time::sleep(Duration::from_secs(10)).await;
-        world.hang(&world.uid("stuck"));
+        world.hang_calls_of(&world.uid("stuck"));
         let begun = tokio::time::Instant::now();
         logind.announce(true);
         tokio::time::sleep(Duration::from_secs(9)).await;

@@ -41,7 +41,7 @@ impl World {
         state.hooked_stops += usize::from(is_hooking);
         // After the grace period the hook continues until its container is killed.
         if grace > 2 && is_hooking {
-            state.deny(format!("{id}: stopped while its preStop hook is running"));
+            state.report_violation(format!("{id}: stopped while its preStop hook is running"));
         }
         let runs = state
             .containers
@@ -54,7 +54,7 @@ impl World {
             all.is_some_and(|all| all.iter().any(|ran| ran.ends_with(hook.as_str())))
         };
         if let Some(hook) = hook.filter(|hook| !ran(hook)) {
-            state.deny(format!("{id}: stopped before {hook:?} has run"));
+            state.report_violation(format!("{id}: stopped before {hook:?} has run"));
         }
     }
 
@@ -63,7 +63,7 @@ impl World {
         let hooked: Vec<String> = state
             .hooking
             .iter()
-            .filter(|(life, _)| *life == self.2)
+            .filter(|(agent_number, _)| *agent_number == self.2)
             .map(|(_, container)| container.clone())
             .filter(|c| {
                 let inside = state.containers.get(c);
@@ -73,7 +73,7 @@ impl World {
             })
             .collect();
         for container in hooked {
-            state.deny(format!(
+            state.report_violation(format!(
                 "{id}: stopped while the preStop hook of {container} is running"
             ));
         }

@@ -1,8 +1,8 @@
 //! The simulated world: runtime, API and machine over one shared state, driven by a seed.
 
 mod api;
+mod convergence;
 mod ends;
-mod far;
 mod faults;
 mod hooks;
 mod invariants;
@@ -13,8 +13,8 @@ mod nodes;
 mod outage;
 mod patch;
 mod processors;
+mod remote;
 mod removal;
-mod rest;
 mod restarts;
 mod runtime;
 mod shutdown;
@@ -109,10 +109,10 @@ impl Random {
 struct State {
     random: Random,
     /// A separate generator for troubles, so that a seed's other choices are the same with and without them.
-    draws: Random,
+    trouble_random: Random,
     troubles: troubles::Troubles,
     outage: outage::Outage,
-    life: u64,
+    agent_number: u64,
     faults: bool,
     next: u64,
     boxes: BTreeMap<String, Box_>,
@@ -145,11 +145,11 @@ struct State {
     gone_at: BTreeMap<String, removal::Removal>,
     unseen: BTreeSet<String>,
     /// The part of `unseen` whose last revision has a grace period of 0.
-    hurried: BTreeSet<String>,
+    zero_grace_removals: BTreeSet<String>,
     /// Grace periods of pods whose object was removed.
     graces: BTreeMap<String, i64>,
     /// Static pods whose state was dropped after their mirror pods were written.
-    anew: BTreeSet<String>,
+    dropped_statics: BTreeSet<String>,
     /// Manifests that were removed and may be restored, by name.
     parked: BTreeMap<String, Value>,
     /// Calls for this pod never return.
@@ -166,9 +166,9 @@ struct State {
     /// What the agent learns from the responses: whether the API can be reached.
     answers: Answers,
     /// The pod watch delivers nothing.
-    deaf: bool,
+    is_watch_stalled: bool,
     /// The runtime cannot be reached.
-    down: bool,
+    is_runtime_down: bool,
     /// Whether the runtime supports container events.
     has_events: bool,
     /// The subscriber of these events.
@@ -181,18 +181,18 @@ struct State {
     appearances: BTreeMap<String, u64>,
     /// The newest attempt in the logs of a static pod that starts again, by UID and container.
     kept_logs: BTreeMap<(String, String), u32>,
-    node: nodes::OfNode,
+    node: nodes::NodeState,
     /// Terminal statuses, and `DisruptionTarget` conditions, that other clients have written, by UID.
-    told: BTreeMap<String, ends::Told>,
+    external_terminal_statuses: BTreeMap<String, ends::ExternalTerminalStatus>,
     disrupted: BTreeMap<String, Value>,
     /// A volume on a remote server.
-    far: far::Far,
+    remote: remote::RemoteVolume,
     /// Versions of ConfigMaps and Secrets that have changed.
     maps: BTreeMap<String, u64>,
     /// Subscriptions to changes of ConfigMaps and Secrets, by ID.
-    followers: BTreeMap<u64, (BTreeSet<String>, OnChange)>,
+    subscriptions: BTreeMap<u64, (BTreeSet<String>, OnChange)>,
     /// The version that a pod's volume shows, by pod and volume.
-    shown: BTreeMap<(String, String), String>,
+    volume_versions: BTreeMap<(String, String), String>,
     /// Times of requests and calls within the last minute, by pod and kind.
     spent: BTreeMap<(String, &'static str), VecDeque<Instant>>,
     /// The agent's root directory if the CPU manager uses the static policy.
@@ -200,27 +200,27 @@ struct State {
     /// The simulated logind, and the grace periods for shutdowns.
     logind: Option<(shutdown::Logind, Periods)>,
     /// Regular containers in their final state, by pod and name, with the ID of the instance.
-    over: BTreeMap<(String, String), String>,
+    finished: BTreeMap<(String, String), String>,
     /// The number of StopContainer calls during which the container's preStop hook ran.
     hooked_stops: usize,
     /// The number of HTTP requests by path.
-    asked: BTreeMap<String, usize>,
+    http_requests: BTreeMap<String, usize>,
     /// Sandboxes that the runtime created after the call for them was cancelled: no agent can wait for them.
     late_boxes: BTreeSet<String>,
     /// Containers for which an agent has called StopContainer.
-    told_to_stop: BTreeSet<String>,
+    stop_requested: BTreeSet<String>,
     /// Sandboxes that calls of an agent are stopping.
     stopping: BTreeSet<(u64, String)>,
     /// The upkeep of running pods fails: no directory can be created for them, and no RuntimeClass is found.
-    fails_upkeep: bool,
+    is_upkeep_failing: bool,
     /// Calls that create a sandbox do not return.
-    stalls_network: bool,
+    is_network_hanging: bool,
     /// Reasons of the events that were posted, by pod.
     reasons: BTreeSet<(String, String)>,
     /// Logs that grow, by container.
     logs: BTreeMap<String, logs::GrowingLog>,
     /// The maximum number of calls of each kind within a minute.
-    most: BTreeMap<&'static str, usize>,
+    max_calls: BTreeMap<&'static str, usize>,
 }
 
 /// The world; all clones share one state. An agent's clone carries the number of this agent. After a
@@ -245,7 +245,7 @@ impl State {
         format!("{kind}{:04}", self.next)
     }
 
-    fn deny(&mut self, what: String) {
+    fn report_violation(&mut self, what: String) {
         self.trace.push(format!("BROKEN {what}"));
         self.broken.push(what);
     }
@@ -281,7 +281,7 @@ impl World {
         let clock = Clock::starting_at("2026-11-20T00:00:00Z".parse().unwrap());
         let state = State {
             random: Random::new(seed),
-            draws: Random::new(!seed),
+            trouble_random: Random::new(!seed),
             has_events: !seed.is_multiple_of(3),
             ..State::default()
         };
@@ -304,7 +304,7 @@ impl World {
 
     /// Starts a new agent over this world, as after a start of the process.
     pub fn start_agent(&self) -> tokio::task::JoinHandle<()> {
-        let world = World(Arc::clone(&self.0), self.1, self.state().life);
+        let world = World(Arc::clone(&self.0), self.1, self.state().agent_number);
         world.start()
     }
 
@@ -314,8 +314,8 @@ impl World {
         {
             let mut state = self.state();
             // The previous agent's subscriptions end.
-            (state.hinted, state.followers) = (None, BTreeMap::new());
-            state.begin_lives();
+            (state.hinted, state.subscriptions) = (None, BTreeMap::new());
+            state.begin_agent();
             state.statics_sender = Some(statics_sender);
             state.watcher = Some(removal::PodWatch::new(writer));
             state.publish_statics();
@@ -377,7 +377,7 @@ impl World {
         });
         {
             let mut state = self.state();
-            state.node.begin_life();
+            state.node.begin_agent();
             state.forget_node();
             state.context = Some(Arc::clone(&context));
         }
@@ -397,7 +397,9 @@ impl World {
         let world = self.clone();
         tokio::spawn(async move {
             let result = Box::pin(agent.run()).await;
-            world.state().deny(format!("the agent exited: {result:?}"));
+            world
+                .state()
+                .report_violation(format!("the agent exited: {result:?}"));
         })
     }
 
@@ -521,8 +523,8 @@ impl World {
     }
 
     /// The maximum number of requests and calls of each kind that one pod has caused within a minute.
-    pub fn most(&self) -> BTreeMap<&'static str, usize> {
-        self.state().most.clone()
+    pub fn max_calls(&self) -> BTreeMap<&'static str, usize> {
+        self.state().max_calls.clone()
     }
 
     /// Names of pods that are not in this phase.
@@ -583,7 +585,7 @@ impl World {
             let lost = state.boxes.get_mut(id).unwrap();
             lost.sandbox.ready = false;
             let uid = lost.uid.clone();
-            state.hint(&uid, id, EventKind::Stopped);
+            state.send_event(&uid, id, EventKind::Stopped);
         }
     }
 
@@ -591,7 +593,7 @@ impl World {
         let mut state = self.state();
         if state.pulls.1 > 4 {
             let most = state.pulls.1;
-            state.deny(format!("{most} images were pulled concurrently"));
+            state.report_violation(format!("{most} images were pulled concurrently"));
         }
         if state.broken.is_empty() {
             Ok(())
@@ -604,24 +606,24 @@ impl World {
     pub fn kill_agent(&self) {
         self.note("the agent is killed", true);
         let mut state = self.state();
-        state.life += 1;
-        World::no_task_waits_for_mounts(&mut state);
+        state.agent_number += 1;
+        World::drop_pending_mounts(&mut state);
     }
 
-    async fn only_alive(&self) {
-        if self.state().life != self.2 {
+    async fn hang_if_killed(&self) {
+        if self.state().agent_number != self.2 {
             std::future::pending::<()>().await;
         }
     }
 
     async fn sleep(&self, time: Duration) {
         tokio::time::sleep(time).await;
-        self.only_alive().await;
+        self.hang_if_killed().await;
     }
 
     /// Waits for the duration of a call and chooses its fault.
     async fn fault(&self) -> Fault {
-        self.only_alive().await;
+        self.hang_if_killed().await;
         let at = self.1.now();
         let (delay, fault) = {
             let mut state = self.state();
@@ -658,7 +660,7 @@ impl World {
             .next()
             .unwrap_or_default()
             .to_owned();
-        let result = self.call_unseen(act).await;
+        let result = self.call_untraced(act).await;
         self.note(&what, result.is_ok());
         result
     }
@@ -675,12 +677,12 @@ impl World {
     }
 
     /// Makes all calls about this pod hang.
-    pub fn hang(&self, uid: &str) {
+    pub fn hang_calls_of(&self, uid: &str) {
         self.state().hung = Some(uid.to_owned());
     }
 
     /// Makes hanging calls return; new calls do not hang.
-    pub fn answer(&self) {
+    pub fn release_calls(&self) {
         self.state().hung = None;
     }
 
@@ -690,7 +692,7 @@ impl World {
         }
     }
 
-    async fn call_unseen<T>(
+    async fn call_untraced<T>(
         &self,
         act: impl FnOnce(&mut State) -> Result<T, RuntimeError>,
     ) -> Result<T, RuntimeError> {
@@ -700,7 +702,7 @@ impl World {
             message: "deadline exceeded".into(),
         };
         let fault = self.fault().await;
-        if self.state().down {
+        if self.state().is_runtime_down {
             return Err(RuntimeError {
                 kind: RuntimeErrorKind::Unavailable,
                 code: None,
@@ -744,7 +746,7 @@ fn end(state: &mut State, id: &str, code: i32, now: Timestamp) {
         }
         // A container that was killed before it was started counts as exited too: it need not be started again.
         state.ran.insert(uid.clone());
-        state.hint(&uid, id, EventKind::Stopped);
+        state.send_event(&uid, id, EventKind::Stopped);
     }
 }
 

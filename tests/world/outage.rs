@@ -74,7 +74,7 @@ impl World {
     }
 
     /// The maximum number of requests of a kind for one pod within the last minute.
-    pub fn most_for_a_pod(&self, what: &str) -> usize {
+    pub fn max_calls_for_a_pod(&self, what: &str) -> usize {
         let state = self.state();
         let now = Instant::now();
         let minute = Duration::from_secs(60);

@@ -96,7 +96,7 @@ impl State {
             self.graces.insert(uid.to_owned(), grace);
         }
         self.unseen.insert(uid.to_owned());
-        self.told.remove(uid);
+        self.external_terminal_statuses.remove(uid);
         self.disrupted.remove(uid);
         let is_marked = pod["metadata"]["deletionGracePeriodSeconds"] == 0;
         if pod["metadata"]["deletionTimestamp"].is_null() {
@@ -112,10 +112,10 @@ impl State {
         let (marked, last) = (revised(), revised());
         let shown = if is_marked { 0 } else { self.draw(3) };
         let late = Duration::from_millis(1 + self.draw(4));
-        let Some(watch) = self.watcher.clone().filter(|_| self.hears()) else {
+        let Some(watch) = self.watcher.clone().filter(|_| self.watch_delivers()) else {
             return;
         };
-        self.hurried.insert(uid.to_owned());
+        self.zero_grace_removals.insert(uid.to_owned());
         self.all_is_seen();
         if shown > 0 {
             watch.apply(marked);
@@ -131,7 +131,7 @@ impl State {
     pub(super) fn all_is_seen(&mut self) {
         let at = Instant::now();
         for uid in std::mem::take(&mut self.unseen) {
-            let grace = match self.hurried.remove(&uid) {
+            let grace = match self.zero_grace_removals.remove(&uid) {
                 true => FLOOR,
                 false => self.graces.get(&uid).copied().unwrap_or(30).max(FLOOR),
             };
@@ -175,7 +175,7 @@ impl World {
                 let live: Vec<String> = live.iter().map(|c| c.name.clone()).collect();
                 let removal = state.gone_at[&uid];
                 let (grace, past) = (removal.grace, removal.at.elapsed());
-                state.deny(format!(
+                state.report_violation(format!(
                     "{uid}: removed {past:?} ago with a grace period of {grace} s, but {live:?} still run"
                 ));
             }

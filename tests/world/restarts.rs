@@ -92,8 +92,8 @@ impl State {
             sandbox,
         };
         self.boxes.insert(id.clone(), made);
-        self.hint(&uid, &id, EventKind::Created);
-        self.hint(&uid, &id, EventKind::Started);
+        self.send_event(&uid, &id, EventKind::Created);
+        self.send_event(&uid, &id, EventKind::Started);
         Ok(id)
     }
 
@@ -116,7 +116,7 @@ impl State {
         let may_be_stopped = container["livenessProbe"].is_object()
             || container["lifecycle"].is_object()
             || container["resizePolicy"].is_array()
-            || self.told_to_stop.contains(id);
+            || self.stop_requested.contains(id);
         // Another image requires another instance, whatever the policy and exit code.
         let hash = container_hash(&serde_json::from_value(container.clone()).unwrap());
         if self.containers[id].container.hash != Some(hash) {
@@ -130,15 +130,15 @@ impl State {
         };
         if is_final {
             let key = (uid.to_owned(), name.to_owned());
-            self.over.insert(key, id.to_owned());
+            self.finished.insert(key, id.to_owned());
         }
     }
 
     /// Rule: a container in its final state never runs again, even in a new sandbox.
     pub(super) fn check_not_over(&mut self, uid: &str, name: &str) {
         let key = (uid.to_owned(), name.to_owned());
-        if let Some(before) = self.over.get(&key).cloned() {
-            self.deny(format!(
+        if let Some(before) = self.finished.get(&key).cloned() {
+            self.report_violation(format!(
                 "{uid}/{name}: restarted although {before} was final"
             ));
         }
@@ -146,7 +146,7 @@ impl State {
 
     /// Whether the upkeep of a pod fails: the pod has a ready sandbox, and the world fails upkeep.
     pub(super) fn upkeep_fails(&self, uid: &str) -> bool {
-        self.fails_upkeep && self.boxes.values().any(|b| b.uid == uid && b.sandbox.ready)
+        self.is_upkeep_failing && self.boxes.values().any(|b| b.uid == uid && b.sandbox.ready)
     }
 }
 
@@ -191,7 +191,7 @@ impl World {
     pub(super) fn check_not_stopping(&self, what: &str, sandbox: &str) {
         let mut state = self.state();
         if state.stopping.contains(&(self.2, sandbox.to_owned())) {
-            state.deny(format!(
+            state.report_violation(format!(
                 "{sandbox}: {what} while the sandbox is being stopped"
             ));
         }
@@ -205,16 +205,16 @@ impl World {
 
     /// Makes the upkeep of pods with a sandbox fail: no directory can be created, and no RuntimeClass is found.
     pub fn fail_upkeep(&self, fails: bool) {
-        self.state().fails_upkeep = fails;
+        self.state().is_upkeep_failing = fails;
     }
 
     /// Makes network plugins hang: no call that creates a sandbox returns.
-    pub fn stall_network(&self, stalls: bool) {
-        self.state().stalls_network = stalls;
+    pub fn hang_network(&self, stalls: bool) {
+        self.state().is_network_hanging = stalls;
     }
 
-    pub(super) async fn network_answers(&self) {
-        while self.state().stalls_network {
+    pub(super) async fn wait_for_network(&self) {
+        while self.state().is_network_hanging {
             self.sleep(Duration::from_secs(1)).await;
         }
     }
@@ -239,7 +239,7 @@ impl World {
         let (id, _) = boxes.pop().unwrap();
         // Containers that were started there meanwhile continue to run, without a network.
         state.boxes.get_mut(&id).unwrap().sandbox.ready = false;
-        state.hint(&uid, &id, EventKind::Stopped);
+        state.send_event(&uid, &id, EventKind::Stopped);
     }
 
     /// How often a container of a pod was started.
@@ -262,7 +262,7 @@ impl World {
 
     /// A pod that takes long to stop. Its container has a readiness probe and a preStop hook that never
     /// returns. Its sidecar has a liveness probe.
-    pub fn create_pod_that_ends_slowly(&self, name: &str, grace: i64) {
+    pub fn create_pod_that_stops_slowly(&self, name: &str, grace: i64) {
         self.create_steady_pod(name);
         let uid = self.uid(name);
         let mut state = self.state();
@@ -283,8 +283,8 @@ impl World {
     }
 
     /// The number of HTTP requests for a path.
-    pub fn asked(&self, path: &str) -> usize {
-        self.state().asked.get(path).copied().unwrap_or(0)
+    pub fn http_requests(&self, path: &str) -> usize {
+        self.state().http_requests.get(path).copied().unwrap_or(0)
     }
 
     /// The number of StopContainer calls during which the container's preStop hook ran.
@@ -303,6 +303,6 @@ impl World {
     /// The version of an object that a pod's volume shows.
     pub fn shows(&self, name: &str, volume: &str) -> Option<String> {
         let key = (self.uid(name), volume.to_owned());
-        self.state().shown.get(&key).cloned()
+        self.state().volume_versions.get(&key).cloned()
     }
 }

@@ -81,11 +81,11 @@ impl Announcements for Listening {
     }
 
     async fn is_shutting_down(&mut self) -> Result<bool, LogindError> {
-        let told = *self.shutting_down.borrow_and_update();
+        let announced = *self.shutting_down.borrow_and_update();
         if self.logind.0.announced_late.swap(false, Ordering::Relaxed) {
             self.logind.announce(true);
         }
-        Ok(told)
+        Ok(announced)
     }
 
     async fn next(&mut self) -> Option<bool> {

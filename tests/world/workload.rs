@@ -111,10 +111,10 @@ impl State {
     /// Changes an object and returns the callbacks of its subscribers.
     fn change_object(&mut self, name: String) -> Vec<OnChange> {
         *self.maps.entry(name.clone()).or_insert(1) += 1;
-        let users = self.followers.values();
+        let users = self.subscriptions.values();
         users
             .filter(|(names, _)| names.contains(&name))
-            .map(|(_, news)| Arc::clone(news))
+            .map(|(_, callback)| Arc::clone(callback))
             .collect()
     }
 }
@@ -177,13 +177,13 @@ impl World {
 
     /// Changes an object that pods may use: one of the first few, which many pods use, or any.
     pub fn change_some_object(&self) {
-        let told = {
+        let callbacks = {
             let mut state = self.state();
             let among = [4, OBJECTS][usize::try_from(state.pick(2)).unwrap()];
             let name = object_name(state.pick(among));
             state.change_object(name)
         };
-        told.iter().for_each(|news| news());
+        callbacks.iter().for_each(|callback| callback());
     }
 
     /// How often a pod's volume was set up or refreshed within the last minute.
@@ -195,8 +195,8 @@ impl World {
     /// Changes all objects, one after the other.
     pub fn change_all_objects(&self) {
         for n in 0..OBJECTS {
-            let told = self.state().change_object(object_name(n));
-            told.iter().for_each(|news| news());
+            let callbacks = self.state().change_object(object_name(n));
+            callbacks.iter().for_each(|callback| callback());
         }
     }
 }

@@ -103,7 +103,8 @@ pub(super) async fn images(context: &Context, images: &watch::Sender<Option<Vec<
     }
 }
 
-/// The largest images in the format of the Node's status: digests before tags, and at most [`MAX_IMAGE_NAMES`] names each.
+/// The largest images in the format of the Node's status: digests before tags, and at most [`MAX_IMAGE_NAMES`] names
+/// each.
 fn largest(mut images: Vec<Image>, most: usize) -> Vec<ContainerImage> {
     images.sort_by(|a, b| b.size.cmp(&a.size).then_with(|| a.id.cmp(&b.id)));
     let reported = |mut image: Image| {

@@ -128,8 +128,8 @@ impl Job {
         answer.map_err(RuntimeError::without_code)
     }
 
-    /// Creates a container. If the operation is cancelled, the call continues for [`CANCELLED_START_TIMEOUT`]: a runtime whose call
-    /// is cancelled may create the container after the worker's last observation of the pod.
+    /// Creates a container. If the operation is cancelled, the call continues for [`CANCELLED_START_TIMEOUT`]: a runtime
+    /// whose call is cancelled may create the container after the worker's last observation of the pod.
     async fn create_uncancelled(
         &self,
         sandbox: &str,

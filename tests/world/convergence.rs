@@ -21,20 +21,20 @@ impl World {
     }
 
     /// Rule: after a while without faults, every pod matches its spec.
-    pub fn check_idle(&self) -> Result<(), String> {
+    pub fn check_converged(&self) -> Result<(), String> {
         let state = self.state();
-        let mut wrong = state.pods.keys().map(|uid| state.is_idle(uid));
+        let mut wrong = state.pods.keys().map(|uid| state.is_converged(uid));
         let result = wrong
             .find(Result::is_err)
             .unwrap_or(Ok(()))
-            .and_then(|()| state.statics_are_idle())
+            .and_then(|()| state.statics_are_converged())
             .and_then(|()| state.has_room().map_err(|why| ("node".to_owned(), why)));
         drop(state);
         result.map_err(|(name, why)| format!("{name}: {why}\n  {}", self.last_decisions(&name)))
     }
 
     /// Checks that the explanation of a pod contains a text.
-    pub fn check_says(&self, name: &str, what: &str) -> Result<(), String> {
+    pub fn check_explanation(&self, name: &str, what: &str) -> Result<(), String> {
         let context = self.state().context.clone().unwrap();
         let known = context.journals.find("ns", name);
         let said = known
@@ -47,13 +47,13 @@ impl World {
         }
     }
 
-    /// Starts the period that `check_quiet` checks.
-    pub fn begin_quiet(&self) {
+    /// Starts the period that `check_no_writes` checks.
+    pub fn begin_idle_period(&self) {
         self.state().spent.clear();
     }
 
     /// Rule: while nothing changes, the agent writes nothing.
-    pub fn check_quiet(&self) -> Result<(), String> {
+    pub fn check_no_writes(&self) -> Result<(), String> {
         let state = self.state();
         for ((uid, what), times) in &state.spent {
             let writes = [
@@ -100,7 +100,7 @@ impl World {
                 continue;
             };
             let said = explain::explain("ns", name, &uid, journal, None).sentence;
-            let stands = |c: &&Value| state.is_as_its_spec_says(&uid, pod, &c["name"]);
+            let stands = |c: &&Value| state.matches_spec(&uid, pod, &c["name"]);
             let mut all = pod["spec"]["containers"].as_array().unwrap().iter();
             if said.contains("Running as specified") && !all.all(|c| stands(&c)) {
                 return Err(format!("{name}: {said} {:?}", pod["status"]));
@@ -148,7 +148,7 @@ impl World {
 
 impl State {
     /// Whether a container runs or is in its final state.
-    fn is_as_its_spec_says(&self, uid: &str, pod: &Value, name: &Value) -> bool {
+    fn matches_spec(&self, uid: &str, pod: &Value, name: &Value) -> bool {
         let own = self.containers.values().map(|c| (&c.uid, &c.container));
         let own = own.filter(|(of, c)| *of == uid && *name == *c.name);
         let Some((_, newest)) = own.max_by_key(|(_, c)| c.attempt) else {
@@ -164,7 +164,7 @@ impl State {
         }
     }
 
-    fn is_idle(&self, uid: &str) -> Result<(), Wrong> {
+    fn is_converged(&self, uid: &str) -> Result<(), Wrong> {
         let pod = &self.pods[uid];
         let name = pod["metadata"]["name"].as_str().unwrap();
         let wrong = |why: String| Err((name.to_owned(), why));
@@ -179,8 +179,8 @@ impl State {
                 false => wrong(format!("deleted and still existing: {}", pod["status"])),
             };
         }
-        if let Some(told) = self.has_reached_the_published_end(uid) {
-            return told.or_else(wrong);
+        if let Some(result) = self.check_external_terminal_status(uid) {
+            return result.or_else(wrong);
         }
         let refused = nodes::REFUSALS.map(Value::from);
         if refused.contains(&pod["status"]["reason"]) && live.is_empty() {
@@ -201,18 +201,18 @@ impl State {
                 ));
             }
         }
-        are_published(pod, &live).or_else(wrong)?;
+        check_statuses(pod, &live).or_else(wrong)?;
         if let Err(why) = self.has_its_size(uid) {
             return wrong(why);
         }
         if running > 0 {
-            self.has_the_nodes_addresses(pod).or_else(wrong)?;
-            self.shows_the_newest(pod, &runtime_uid)?;
+            self.check_node_addresses(pod).or_else(wrong)?;
+            self.check_newest_versions(pod, &runtime_uid)?;
         }
         Ok(())
     }
 
-    fn shows_the_newest(&self, pod: &Value, uid: &str) -> Result<(), Wrong> {
+    fn check_newest_versions(&self, pod: &Value, uid: &str) -> Result<(), Wrong> {
         for volume in pod["spec"]["volumes"].as_array().unwrap() {
             let named = [
                 &volume["configMap"]["name"],
@@ -222,7 +222,7 @@ impl State {
                 continue;
             };
             let newest = self.maps.get(map).copied().unwrap_or(1).to_string();
-            let shown = self.shown.get(&(uid.to_owned(), map.to_owned()));
+            let shown = self.volume_versions.get(&(uid.to_owned(), map.to_owned()));
             if shown != Some(&newest) {
                 let name = pod["metadata"]["name"].as_str().unwrap();
                 let why = format!("volume {map} shows {shown:?} instead of {newest}");
@@ -233,7 +233,7 @@ impl State {
     }
 
     /// Rule: exactly the newest manifests run, and each has a mirror pod.
-    fn statics_are_idle(&self) -> Result<(), Wrong> {
+    fn statics_are_converged(&self) -> Result<(), Wrong> {
         let newest: BTreeSet<&str> = self
             .statics
             .values()
@@ -260,21 +260,21 @@ impl State {
 }
 
 /// Rule: the status shows each running container correctly.
-fn are_published(pod: &Value, live: &[&Container]) -> Result<(), String> {
+fn check_statuses(pod: &Value, live: &[&Container]) -> Result<(), String> {
     for container in live {
         let statuses = ["containerStatuses", "initContainerStatuses"];
         let shown = statuses
             .iter()
             .flat_map(|list| pod["status"][list].as_array().into_iter().flatten())
             .find(|status| status["name"] == *container.name);
-        let told = shown.is_some_and(|status| {
+        let is_correct = shown.is_some_and(|status| {
             status["restartCount"] == container.attempt
                 && status["containerID"]
                     .as_str()
                     .is_some_and(|id| id.ends_with(&container.id))
                 && status["state"]["running"].is_object()
         });
-        if !told {
+        if !is_correct {
             return Err(format!("the status of {container:?} is {shown:?}"));
         }
     }
