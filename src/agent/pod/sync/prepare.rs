@@ -85,13 +85,15 @@ impl Job {
             .await
             .map_err(|error| {
                 let what = "unable to ensure pod container exists";
-                self.warned("FailedCreatePodContainer", what, error)
+                self.emit_warning("FailedCreatePodContainer", what, error)
             })?;
         let make_directories = context.host.make_directories(pod);
         self.log()
             .step(Step::Directories, "", make_directories)
             .await
-            .map_err(|error| self.warned("Failed", "error making pod data directories", error))?;
+            .map_err(|error| {
+                self.emit_warning("Failed", "error making pod data directories", error)
+            })?;
         Ok(cgroup_parent)
     }
 
