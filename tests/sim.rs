@@ -305,7 +305,7 @@ fn a_completed_pod_causes_no_work() {
 fn a_pod_start_takes_the_minimum_of_runtime_calls() {
     // The runtimes of every third seed have no events: a periodic list may coincide with the start and
     // cause another observation.
-    for (seed, looks) in [(1, 1), (2, 1), (3, 2)] {
+    for (seed, max_observed) in [(1, 1), (2, 1), (3, 2)] {
         simulate(seed, async {
             let world = World::new(seed);
             let agent = world.start_agent();
@@ -332,8 +332,11 @@ fn a_pod_start_takes_the_minimum_of_runtime_calls() {
             ] {
                 assert_eq!(calls(once), 1, "seed {seed}, {once}: {trace:#?}");
             }
-            let looked = calls("observe");
-            assert!((1..=looks).contains(&looked), "seed {seed}: {trace:#?}");
+            let observed = calls("observe");
+            assert!(
+                (1..=max_observed).contains(&observed),
+                "seed {seed}: {trace:#?}"
+            );
             agent.abort();
         });
     }

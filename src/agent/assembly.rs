@@ -56,7 +56,7 @@ pub(super) fn runtime(
 /// report its driver leaves the choice to the configuration (KEP-4033); a metric then announces that Kubernetes will stop
 /// supporting the runtime.
 async fn driver(runtime: &dyn Runtime, config: &Config, metrics: &super::Metrics) -> Driver {
-    let mut said = false;
+    let mut is_logged = false;
     loop {
         match runtime.systemd_cgroups().await {
             Ok(answer) => {
@@ -70,7 +70,7 @@ async fn driver(runtime: &dyn Runtime, config: &Config, metrics: &super::Metrics
                 };
             }
             Err(error) => {
-                if !std::mem::replace(&mut said, true) {
+                if !std::mem::replace(&mut is_logged, true) {
                     tracing::error!(%error, endpoint = config.runtime_endpoint, "the container runtime does not answer; is it running? retrying");
                 }
                 tokio::time::sleep(Duration::from_millis(200)).await;
@@ -279,7 +279,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let machine = Machine::read(&config.root_dir);
     let resolver = network::resolver(&config, &node_ips.borrow());
     let ControlPlane { api, pods, nodes } = match connections {
-        Some(connections) => ControlPlane::by(connections, &config.node_name, keeper.as_ref()),
+        Some(connections) => ControlPlane::new(connections, &config.node_name, keeper.as_ref()),
         None => ControlPlane::none(),
     };
     let (ledger, requests) = super::node::ledger::channel(managers);

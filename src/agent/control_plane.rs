@@ -71,7 +71,7 @@ pub(super) struct ControlPlane {
 
 impl ControlPlane {
     /// Uses these connections. If there is a keeper, the API's answers are stored for an offline start.
-    pub(super) fn by(
+    pub(super) fn new(
         connections: Connections,
         node_name: &str,
         keeper: Option<&Keeper>,

@@ -142,12 +142,12 @@ async fn runtime(config: &Config) -> Result<RuntimeReport, String> {
     let client = super::assembly::runtime(config, None)?;
     let begun = Instant::now();
     let late = |_| format!("no answer within {} s", ANSWER_TIMEOUT.as_secs());
-    let asked = timeout(ANSWER_TIMEOUT, client.status())
+    let answer = timeout(ANSWER_TIMEOUT, client.status())
         .await
         .map_err(late)?;
-    let status = asked.map_err(|e| e.to_string())?;
+    let status = answer.map_err(|e| e.to_string())?;
     let took = begun.elapsed();
-    let asked = timeout(ANSWER_TIMEOUT, client.systemd_cgroups())
+    let answer = timeout(ANSWER_TIMEOUT, client.systemd_cgroups())
         .await
         .map_err(late)?;
     // Optional facts: not every runtime reports them, and checks on missing facts are skipped.
@@ -157,7 +157,7 @@ async fn runtime(config: &Config) -> Result<RuntimeReport, String> {
         version: status.version,
         not_ready: status.not_ready,
         network_not_ready: status.network_not_ready,
-        systemd_cgroups: asked.map_err(|e| e.to_string())?,
+        systemd_cgroups: answer.map_err(|e| e.to_string())?,
         handler_systemd: details.systemd,
         sandbox_image,
         took,
@@ -221,9 +221,9 @@ async fn api(config: &Config, clock: Clock) -> Option<Result<ApiFacts, String>> 
         Some(bootstraps) => (bootstraps, None),
         None => (path, credentials::own_pair(config)),
     };
-    let asked = timeout(ANSWER_TIMEOUT, ask_api(path, own, &config.node_name, clock)).await;
+    let answer = timeout(ANSWER_TIMEOUT, ask_api(path, own, &config.node_name, clock)).await;
     let answer =
-        asked.unwrap_or_else(|_| Err(format!("nothing within {} s", ANSWER_TIMEOUT.as_secs())));
+        answer.unwrap_or_else(|_| Err(format!("nothing within {} s", ANSWER_TIMEOUT.as_secs())));
     Some(answer.map(|facts| ApiFacts {
         registers_after: config.register_node.then_some(REGISTER_AGAIN_AFTER),
         ..facts

@@ -37,13 +37,15 @@ impl World {
     pub fn check_explanation(&self, name: &str, what: &str) -> Result<(), String> {
         let context = self.state().context.clone().unwrap();
         let known = context.journals.find("ns", name);
-        let said = known
+        let explanations = known
             .into_iter()
             .map(|(uid, journal)| explain::explain("ns", name, &uid, journal, None).sentence);
-        let said: Vec<String> = said.collect();
-        match said.iter().any(|sentence| sentence.contains(what)) {
+        let explanations: Vec<String> = explanations.collect();
+        match explanations.iter().any(|sentence| sentence.contains(what)) {
             true => Ok(()),
-            false => Err(format!("{name}: {said:?} does not contain {what:?}")),
+            false => Err(format!(
+                "{name}: {explanations:?} does not contain {what:?}"
+            )),
         }
     }
 
@@ -99,11 +101,11 @@ impl World {
             let Some((_, journal)) = known.into_iter().find(|(of, _)| *of == uid) else {
                 continue;
             };
-            let said = explain::explain("ns", name, &uid, journal, None).sentence;
+            let explanation = explain::explain("ns", name, &uid, journal, None).sentence;
             let stands = |c: &&Value| state.matches_spec(&uid, pod, &c["name"]);
             let mut all = pod["spec"]["containers"].as_array().unwrap().iter();
-            if said.contains("Running as specified") && !all.all(|c| stands(&c)) {
-                return Err(format!("{name}: {said} {:?}", pod["status"]));
+            if explanation.contains("Running as specified") && !all.all(|c| stands(&c)) {
+                return Err(format!("{name}: {explanation} {:?}", pod["status"]));
             }
         }
         Ok(())

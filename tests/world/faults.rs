@@ -98,7 +98,7 @@ impl State {
     /// may be lost, late or sent twice.
     pub(super) fn send_event(&mut self, uid: &str, id: &str, kind: EventKind) {
         let fate = if self.faults { self.pick(8) } else { 7 };
-        let Some(hinted) = self.hinted.clone() else {
+        let Some(subscriber) = self.event_subscriber.clone() else {
             return;
         };
         let event = RuntimeEvent {
@@ -112,14 +112,14 @@ impl State {
                 let late = Duration::from_millis(self.pick(4000));
                 tokio::spawn(async move {
                     tokio::time::sleep(late).await;
-                    let _ = hinted.try_send(event);
+                    let _ = subscriber.try_send(event);
                 });
             }
             2 => {
-                let _ = hinted.try_send(event.clone());
-                let _ = hinted.try_send(event);
+                let _ = subscriber.try_send(event.clone());
+                let _ = subscriber.try_send(event);
             }
-            _ => _ = hinted.try_send(event),
+            _ => _ = subscriber.try_send(event),
         }
     }
 }
@@ -197,7 +197,7 @@ impl World {
     pub fn set_runtime_down(&self, down: bool) {
         let mut state = self.state();
         state.is_runtime_down = down;
-        state.hinted = None;
+        state.event_subscriber = None;
     }
 
     /// Sets the machine's clock forward or back, by minutes or days.

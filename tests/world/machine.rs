@@ -307,7 +307,7 @@ impl PodHost for World {
     }
 
     async fn remove_leftovers(&self, uid: &str) -> Result<(), HostError> {
-        self.hung(uid).await;
+        self.wait_while_hung(uid).await;
         self.machine(|s| {
             // A static pod whose manifest returns meanwhile cannot start before this cleanup, so its old volumes
             // may be removed.

@@ -134,7 +134,7 @@ struct State {
     /// Hooks that ran, by container.
     hooks: BTreeMap<String, Vec<String>>,
     /// Running preStop hooks, by the number of the agent that started them and the container.
-    hooking: BTreeSet<(u64, String)>,
+    running_hooks: BTreeSet<(u64, String)>,
     /// The pod of every container, including removed ones.
     owners: BTreeMap<String, String>,
     /// Pods with a container that was started or has exited, until their directories are removed; and those
@@ -142,9 +142,9 @@ struct State {
     ran: BTreeSet<String>,
     ended: BTreeSet<String>,
     /// Pods whose removal the watch has delivered, and removed pods whose removal it has not delivered yet.
-    gone_at: BTreeMap<String, removal::Removal>,
-    unseen: BTreeSet<String>,
-    /// The part of `unseen` whose last revision has a grace period of 0.
+    removed_at: BTreeMap<String, removal::Removal>,
+    undelivered_removals: BTreeSet<String>,
+    /// The part of `undelivered_removals` whose last revision has a grace period of 0.
     zero_grace_removals: BTreeSet<String>,
     /// Grace periods of pods whose object was removed.
     graces: BTreeMap<String, i64>,
@@ -153,7 +153,7 @@ struct State {
     /// Manifests that were removed and may be restored, by name.
     parked: BTreeMap<String, Value>,
     /// Calls for this pod never return.
-    hung: Option<String>,
+    hung_pod: Option<String>,
     /// Image pulls in progress, and the maximum number at once.
     pulls: (usize, usize),
     watcher: Option<removal::PodWatch>,
@@ -172,7 +172,7 @@ struct State {
     /// Whether the runtime supports container events.
     has_events: bool,
     /// The subscriber of these events.
-    hinted: Option<mpsc::Sender<RuntimeEvent>>,
+    event_subscriber: Option<mpsc::Sender<RuntimeEvent>>,
     /// Manifests of static pods by name, and all UIDs that such pods had.
     statics: BTreeMap<String, Value>,
     static_uids: BTreeSet<String>,
@@ -314,7 +314,7 @@ impl World {
         {
             let mut state = self.state();
             // The previous agent's subscriptions end.
-            (state.hinted, state.subscriptions) = (None, BTreeMap::new());
+            (state.event_subscriber, state.subscriptions) = (None, BTreeMap::new());
             state.begin_agent();
             state.statics_sender = Some(statics_sender);
             state.watcher = Some(removal::PodWatch::new(writer));
@@ -604,7 +604,7 @@ impl World {
 
     /// Kills the running agent.
     pub fn kill_agent(&self) {
-        self.note("the agent is killed", true);
+        self.trace_line("the agent is killed", true);
         let mut state = self.state();
         state.agent_number += 1;
         World::drop_pending_mounts(&mut state);
@@ -661,12 +661,12 @@ impl World {
             .unwrap_or_default()
             .to_owned();
         let result = self.call_untraced(act).await;
-        self.note(&what, result.is_ok());
+        self.trace_line(&what, result.is_ok());
         result
     }
 
     /// Adds a line to the trace.
-    fn note(&self, what: &str, good: bool) {
+    fn trace_line(&self, what: &str, good: bool) {
         let at = self.1.now();
         self.state().trace.push(format!("{at} {what} {good}"));
     }
@@ -678,16 +678,16 @@ impl World {
 
     /// Makes all calls about this pod hang.
     pub fn hang_calls_of(&self, uid: &str) {
-        self.state().hung = Some(uid.to_owned());
+        self.state().hung_pod = Some(uid.to_owned());
     }
 
     /// Makes hanging calls return; new calls do not hang.
     pub fn release_calls(&self) {
-        self.state().hung = None;
+        self.state().hung_pod = None;
     }
 
-    async fn hung(&self, uid: &str) {
-        while self.state().hung.as_deref() == Some(uid) {
+    async fn wait_while_hung(&self, uid: &str) {
+        while self.state().hung_pod.as_deref() == Some(uid) {
             self.sleep(Duration::from_secs(1)).await;
         }
     }

@@ -52,7 +52,7 @@ impl Runtime for World {
 
     async fn observe(&self, uid: &str) -> Result<ObservedPod, RuntimeError> {
         self.state().count_call("observe", uid);
-        self.hung(uid).await;
+        self.wait_while_hung(uid).await;
         self.call(|state| {
             let mut observed = ObservedPod {
                 sandboxes: state
@@ -584,7 +584,7 @@ impl Runtime for World {
         }
         self.call(|state| {
             let (sender, events) = mpsc::channel(256);
-            state.hinted = Some(sender);
+            state.event_subscriber = Some(sender);
             Ok(events)
         })
         .await

@@ -386,14 +386,14 @@ async fn pull(events: &ImageEvents<'_>, shown: &str, name: &str) -> Result<Image
         });
     }
     events.emit_event(Kind::Normal, "Pulling", format!("Pulling image {shown:?}"));
-    let asked = Instant::now();
+    let begun = Instant::now();
     match attempt(context, name, events.pull_context).await {
         Ok((image, took)) => {
             backoff().succeeded(&key);
             context.metrics.pulled(image.size, took);
             let message = format!(
                 "Successfully pulled image {shown:?} in {took:.3?} ({:.3?} including waiting). Image size: {} bytes.",
-                asked.elapsed(),
+                begun.elapsed(),
                 image.size
             );
             events.emit_event(Kind::Normal, "Pulled", message);

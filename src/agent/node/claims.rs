@@ -273,7 +273,7 @@ impl ClaimManager {
         batches: &Batches,
         call: impl AsyncFn(Driver, &[Named]) -> Result<T, ClaimsFailed>,
     ) -> Answered<T> {
-        let asked = batches.iter().map(|(name, claims)| {
+        let calls = batches.iter().map(|(name, claims)| {
             let call = &call;
             async move {
                 let answer = match self.driver(name).await {
@@ -284,7 +284,7 @@ impl ClaimManager {
             }
         });
         let (mut done, mut outcome) = (BTreeMap::new(), Ok(()));
-        for (name, answer) in futures::future::join_all(asked).await {
+        for (name, answer) in futures::future::join_all(calls).await {
             match answer {
                 Ok(answer) => _ = done.insert(name, answer),
                 Err(error) => outcome = outcome.and(Err(error)),
@@ -404,11 +404,11 @@ impl ClaimManager {
 /// Converts a driver's answer to a result for each claim of the call.
 fn per_claim<T>(
     call: &'static str,
-    asked: &[Named],
+    requested: &[Named],
     answer: Result<Answers<T>, PluginError>,
 ) -> Result<Vec<(Named, T)>, ClaimsFailed> {
     let answers = answer.map_err(|why| ClaimsFailed::Driver { call, why })?;
-    Ok(judge(call, asked, answers)?)
+    Ok(judge(call, requested, answers)?)
 }
 
 /// Whether a socket accepts connections.
@@ -455,7 +455,7 @@ pub async fn register(
 /// Watches the health of a driver's devices. Returns if the driver does not support this. When the stream breaks, as it
 /// does when the driver is replaced, the last report stays valid until it expires.
 async fn watch_health(context: Arc<Context>, name: String, driver: Driver) {
-    let hear = async || -> Result<(), Unheard> {
+    let watch = async || -> Result<(), Unheard> {
         let mut stream = driver.health().await?;
         while let Some(devices) = stream.next().await? {
             context.claims.record_health(&name, devices);
@@ -463,7 +463,7 @@ async fn watch_health(context: Arc<Context>, name: String, driver: Driver) {
         Ok(())
     };
     loop {
-        match hear().await {
+        match watch().await {
             Err(Unheard::Unsupported) => return,
             Err(error @ Unheard::Ended(_)) => {
                 tracing::debug!(driver = name, %error, "the stream of the driver's device health ended; reconnecting");

@@ -558,9 +558,9 @@ mod tests {
             "the change is handled immediately"
         );
         assert!(due(&kept, None));
-        let asked = kept.names();
+        let requested = kept.names();
         assert!(
-            !due(&kept, Some(asked)),
+            !due(&kept, Some(requested)),
             "the signer has already answered for these names"
         );
         kept.wait_for_next_check().await;

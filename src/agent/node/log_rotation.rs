@@ -21,27 +21,27 @@ const MAX_PARALLEL_RENAMES: usize = 16;
 
 /// A step of the rotation: limits parallel runs, and runs once per container at a time.
 struct Step {
-    under_way: Mutex<BTreeSet<String>>,
+    in_progress: Mutex<BTreeSet<String>>,
     places: Semaphore,
 }
 
 impl Step {
     fn new(places: usize) -> Step {
         Step {
-            under_way: Mutex::default(),
+            in_progress: Mutex::default(),
             places: Semaphore::new(places),
         }
     }
 
     /// Runs the step for a container. `None` if the step is already running or queued for this container.
     async fn take<T>(&self, id: &str, work: impl Future<Output = T>) -> Option<T> {
-        if !lock(&self.under_way).insert(id.to_owned()) {
+        if !lock(&self.in_progress).insert(id.to_owned()) {
             return None;
         }
         let place = self.places.acquire().await;
         let result = work.await;
         drop(place);
-        lock(&self.under_way).remove(id);
+        lock(&self.in_progress).remove(id);
         Some(result)
     }
 }

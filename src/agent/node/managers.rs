@@ -171,10 +171,10 @@ async fn release_stale(
     let stale: BTreeSet<String> = {
         let roster = roster.borrow();
         let runs = |uid: &str| running.iter().any(|c| c.uid == uid);
-        let gone = pinning
+        let deleted = pinning
             .pods()
             .filter(|uid| roster.complete && !roster.has(uid) && !runs(uid));
-        gone.map(Into::into).collect()
+        deleted.map(Into::into).collect()
     };
     for uid in stale {
         tracing::info!(

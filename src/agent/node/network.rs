@@ -133,13 +133,13 @@ pub async fn run(context: Arc<Context>) {
             Ok(()) = node.changed(), if is_external => {}
             () = tokio::time::sleep(context.config.node_status_update) => {}
         }
-        let looked = host_addresses(&context).await;
-        let error = looked.as_ref().err().cloned();
+        let answer = host_addresses(&context).await;
+        let error = answer.as_ref().err().cloned();
         if let Some(error) = error.as_ref().filter(|_| complaint != error) {
             tracing::warn!(%error, "cannot determine the node's addresses; keeping the last known ones");
         }
         complaint = error;
-        let found = looked.unwrap_or_default();
+        let found = answer.unwrap_or_default();
         context.node_ips.send_if_modified(|known| {
             let is_other = changed(known, &found);
             if is_other {

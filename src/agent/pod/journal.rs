@@ -289,7 +289,7 @@ struct PodLog {
 struct PodLogs {
     pods: BTreeMap<String, PodLog>,
     /// Uids of deleted pods, oldest first.
-    gone: VecDeque<String>,
+    deleted: VecDeque<String>,
     opened: u64,
 }
 
@@ -298,7 +298,7 @@ impl PodLogs {
     fn of(&self, namespace: &str, name: &str) -> Vec<(&String, &PodLog)> {
         let named = |(_, log): &(&String, &PodLog)| log.namespace == namespace && log.name == name;
         let mut logs: Vec<_> = self.pods.iter().filter(named).collect();
-        logs.sort_by_key(|(uid, log)| (self.gone.contains(uid), Reverse(log.sequence)));
+        logs.sort_by_key(|(uid, log)| (self.deleted.contains(uid), Reverse(log.sequence)));
         logs
     }
 }
@@ -315,7 +315,7 @@ impl Journals {
     /// Returns the journal of a pod, and creates it if needed.
     pub fn open(&self, pod: &Pod, clock: Clock, metrics: &Arc<Metrics>) -> Log {
         let mut all = self.lock();
-        all.gone.retain(|uid| uid != pod::uid(pod));
+        all.deleted.retain(|uid| uid != pod::uid(pod));
         all.opened += 1;
         let sequence = all.opened;
         let fresh = || PodLog {
@@ -346,16 +346,16 @@ impl Journals {
             log.recorded().finish();
         }
         let mut all = self.lock();
-        all.gone.push_back(uid.to_owned());
-        let aged = all.gone.len().checked_sub(MAX_UNCOMPRESSED + 1);
-        let aged = aged.and_then(|at| all.pods.get(&all.gone[at]));
+        all.deleted.push_back(uid.to_owned());
+        let aged = all.deleted.len().checked_sub(MAX_UNCOMPRESSED + 1);
+        let aged = aged.and_then(|at| all.pods.get(&all.deleted[at]));
         if let Some(log) = aged.map(|kept| kept.log.clone()) {
             drop(all);
             log.recorded().pack();
             all = self.lock();
         }
-        while all.gone.len() > MAX_DELETED {
-            if let Some(oldest) = all.gone.pop_front() {
+        while all.deleted.len() > MAX_DELETED {
+            if let Some(oldest) = all.deleted.pop_front() {
                 all.pods.remove(&oldest);
             }
         }

@@ -253,8 +253,8 @@ impl Shell {
         self.emit_events(&turn);
         let pod_now = &self.worker.update().pod;
         if !Arc::ptr_eq(&pod_before, pod_now) {
-            let asked = resize::asked(&pod_before, pod_now);
-            self.context().metrics.record_resize_request(&asked);
+            let requests = resize::asked(&pod_before, pod_now);
+            self.context().metrics.record_resize_request(&requests);
         }
         if self.worker.state.is_ending() {
             self.tools.ending.cancel();

@@ -162,8 +162,8 @@ impl Server {
 
     /// The filesystem of the runtime's images; empty if the runtime does not report it.
     async fn image_filesystem(&self) -> ImageFilesystem {
-        let asked = self.context.runtime.image_filesystem().await;
-        asked.unwrap_or_else(|error| {
+        let answer = self.context.runtime.image_filesystem().await;
+        answer.unwrap_or_else(|error| {
             tracing::debug!(%error, "cannot read the runtime's image filesystem");
             ImageFilesystem::default()
         })

@@ -73,7 +73,7 @@ impl AttachedDisks {
         self.reported.changed().await;
     }
 
-    fn note(&self, uid: &str, volume: &str, name: &str) {
+    fn record_disk(&self, uid: &str, volume: &str, name: &str) {
         let key = (uid.to_owned(), volume.to_owned());
         let before = lock(&self.of_pods).insert(key, name.to_owned());
         if before.is_none() {
@@ -104,7 +104,9 @@ pub(super) async fn of_disk(
     name: &str,
     is_needed: bool,
 ) -> Result<(), Problem> {
-    context.disks.note(pod::uid(pod), &resolved.volume, name);
+    context
+        .disks
+        .record_disk(pod::uid(pod), &resolved.volume, name);
     // Without an API there is no controller, so no other node can get the disk from it.
     if !is_needed || context.node.api().is_none() {
         return Ok(());
@@ -186,8 +188,8 @@ mod tests {
         };
         assert_eq!(disks.in_use(), all(&[&with, &without]));
         let other = "kubernetes.io/fc/[50060e801049cfd1]:0".to_owned();
-        disks.note("u", "v", &other);
-        disks.note("w", "v", &other);
+        disks.record_disk("u", "v", &other);
+        disks.record_disk("w", "v", &other);
         assert_eq!(disks.in_use(), all(&[&with, &without, &other]));
         std::fs::remove_dir(&place).expect("removed");
         assert_eq!(disks.in_use(), all(&[&other]));

@@ -30,8 +30,8 @@ impl PermissionEvents {
 }
 
 async fn emit_while_running(events: Events, pod: Pod, giving: Giving) {
-    let far = || ownership::under_way(&giving.root);
-    let Some(begun) = far().map(|far| far.begun) else {
+    let progress = || ownership::under_way(&giving.root);
+    let Some(begun) = progress().map(|progress| progress.begun) else {
         return;
     };
     let (now, elapsed) = (Instant::now(), begun.elapsed());
@@ -39,10 +39,10 @@ async fn emit_while_running(events: Events, pod: Pod, giving: Giving) {
         let left = permissions::due(count).saturating_sub(elapsed);
         tokio::time::sleep_until(now + left).await;
         // A later change of the group has its own events.
-        let Some(far) = far().filter(|far| far.begun == begun) else {
+        let Some(progress) = progress().filter(|progress| progress.begun == begun) else {
             return;
         };
-        let message = permissions::message(&giving.shown, count, far.files());
+        let message = permissions::message(&giving.shown, count, progress.files());
         events.pod(&pod, None, Kind::Warning, permissions::REASON, message);
     }
 }
@@ -69,10 +69,10 @@ mod tests {
                 ownership::set_group(&root, group, false, false, &wait)
             }
         });
-        while ownership::under_way(&root).is_none_or(|far| far.files() == 0) {
+        while ownership::under_way(&root).is_none_or(|progress| progress.files() == 0) {
             std::thread::sleep(Duration::from_millis(1));
         }
-        let (events, mut heard) = Events::recorded();
+        let (events, mut messages) = Events::recorded();
         let pod: Pod = serde_json::from_value(serde_json::json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"}, "spec": {"containers": []}}))
             .expect("a pod");
         let giving = Giving {
@@ -85,7 +85,7 @@ mod tests {
             // As in every attempt to set up the volume.
             permission_events.begin(&events, &pod, &giving);
             tokio::time::sleep(Duration::from_secs(seconds)).await;
-            heard()
+            messages()
         };
         assert!(attempt(29).await.is_empty());
         let first = attempt(2).await;

@@ -119,14 +119,14 @@ async fn in_cgroups(context: &Context, pods: Vec<(Arc<Pod>, Option<Known>)>) -> 
 type Layers = BTreeMap<(String, String), Layer>;
 
 /// Runs `work` as soon as a slot is free. Releases the slot after [`WALK_SLOT_TIME`], even if `work` is still running.
-async fn with_slot<T>(places: &Semaphore, work: impl Future<Output = T>) -> T {
+async fn with_slot<T>(slots: &Semaphore, work: impl Future<Output = T>) -> T {
     // The semaphore is never closed.
-    let place = places.acquire().await;
+    let slot = slots.acquire().await;
     let mut work = pin!(work);
     match tokio::time::timeout(WALK_SLOT_TIME, &mut work).await {
         Ok(done) => done,
         Err(_) => {
-            drop(place);
+            drop(slot);
             work.await
         }
     }
@@ -145,12 +145,12 @@ async fn on_disk(
             Layers::new()
         }),
     };
-    let (places, until) = (
+    let (slots, until) = (
         Semaphore::new(MAX_PARALLEL_WALKS),
         Instant::now() + MEASURE_TIMEOUT,
     );
     let counts = pods.into_iter().map(|(pod, _)| async {
-        let counting = with_slot(&places, count(context, &pod, part, &layers));
+        let counting = with_slot(&slots, measure_pod(context, &pod, part, &layers));
         let figures = match tokio::time::timeout_at(until, counting).await {
             Ok(figures) => figures,
             Err(_) => {
@@ -163,7 +163,7 @@ async fn on_disk(
     join_all(counts).await
 }
 
-async fn count(context: &Context, pod: &Pod, part: Part, layers: &Layers) -> PodFigures {
+async fn measure_pod(context: &Context, pod: &Pod, part: Part, layers: &Layers) -> PodFigures {
     let mut figures = PodFigures::default();
     if part != Part::Layers {
         for volume in local_storage::counted(pod) {
@@ -205,7 +205,7 @@ mod tests {
     /// 100 pods, of which ten have a filesystem that hangs.
     #[tokio::test(start_paused = true)]
     async fn few_pods_are_measured_at_a_time_and_hanging_ones_do_not_block_the_others() {
-        let (places, now, most) = (
+        let (slots, now, most) = (
             Semaphore::new(MAX_PARALLEL_WALKS),
             AtomicUsize::new(0),
             AtomicUsize::new(0),
@@ -222,7 +222,7 @@ mod tests {
                 tokio::time::sleep(took).await;
                 now.fetch_sub(1, Ordering::Relaxed);
             };
-            tokio::time::timeout(MEASURE_TIMEOUT, with_slot(&places, walk))
+            tokio::time::timeout(MEASURE_TIMEOUT, with_slot(&slots, walk))
         });
         let counted = join_all(counts).await;
         let failed = counted.iter().filter(|count| count.is_err()).count();

@@ -22,14 +22,14 @@ impl Job {
         if self.start_cancelled {
             self.wait_for_cancelled_starts().await;
         }
-        let look = async {
+        let read = async {
             let observed = context.runtime.observe(pod::uid(&self.pod)).await;
             observed
                 .map_err(|e| Fault::from(e).within("cannot read the pod's state from the runtime"))
         };
         let mut observed = self
             .log()
-            .step(Step::Observe, "", look)
+            .step(Step::Observe, "", read)
             .await
             .map_err(|fault| {
                 let message = format!("error determining status: {fault}");

@@ -27,7 +27,7 @@ pub struct Setup {
 impl Job {
     /// Prepares a sandbox: determines its settings, and creates cgroup and directories.
     pub(super) async fn prepare(&self) -> Result<(Outcome, Option<Asset>)> {
-        let (handler, users) = self.isolation().await?;
+        let (handler, users) = self.runtime_isolation().await?;
         let cgroup_parent = self.ensure_cgroup_and_directories().await?;
         let setup = Arc::new(Setup {
             cgroup_parent,
@@ -77,7 +77,7 @@ impl Job {
         let owed = self.resizing.owes_cgroup(&resize::wanted(pod));
         let sized = self.resizing.cgroup.as_ref().filter(|_| owed);
         let sized = sized.map_or(Cow::Borrowed(&**pod), |c| Cow::Owned(resize::with(pod, c)));
-        let make_cgroup = context.host.ensure_cgroup(&sized, self.cpu_limit());
+        let make_cgroup = context.host.ensure_cgroup(&sized, self.has_cpu_limit());
         let make_cgroup = self.count_cgroup("create", make_cgroup);
         let cgroup_parent = self
             .log()
@@ -98,14 +98,14 @@ impl Job {
     }
 
     /// Whether the pod's cgroup limits CPU time: not if a container has exclusive CPUs, which it may use completely.
-    pub(super) fn cpu_limit(&self) -> bool {
+    pub(super) fn has_cpu_limit(&self) -> bool {
         let pinning = self.context().ledger.pinning();
         let has_own = pinning.borrow().pod_has_own_cpus(pod::uid(&self.pod));
         !has_own
     }
 
     /// Resolves the pod's runtime handler and the id mappings of its user namespace.
-    async fn isolation(&self) -> Result<(String, Option<Mappings>)> {
+    async fn runtime_isolation(&self) -> Result<(String, Option<Mappings>)> {
         let (context, pod) = (self.context(), &self.pod);
         let spec = pod::spec(pod);
         let handler = match spec.runtime_class_name.as_deref().filter(|n| !n.is_empty()) {

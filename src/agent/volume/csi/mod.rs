@@ -171,7 +171,7 @@ impl Csi {
         Arc::clone(locks.entry(unique_name(place)).or_default())
     }
 
-    fn note(&self, place: &Published) {
+    fn record_published(&self, place: &Published) {
         let before = lock(&self.published).insert(place.key(), place.clone());
         if before.is_none() {
             self.reported.request_update();
@@ -398,7 +398,7 @@ pub(super) async fn publish(
     if csi::is_for_one_pod(volume) && context.csi.is_shared(&wanted.place) {
         return Err(Fault::missing(csi::TAKEN).into());
     }
-    context.csi.note(&wanted.place);
+    context.csi.record_published(&wanted.place);
     // A published volume was attached before. Only a driver that republishes needs the attachment's metadata again.
     let republishes = republishes(wanted.described.as_ref());
     let is_needed = attaches && (republishes || !is_published(context, &wanted.place).await?);

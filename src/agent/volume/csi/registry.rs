@@ -324,16 +324,16 @@ fn remove_disappeared(
     known: &mut BTreeMap<PathBuf, Socket>,
     found: &BTreeMap<PathBuf, (u64, i64)>,
 ) -> bool {
-    let mut gone = vec![];
+    let mut disappeared = vec![];
     known.retain(|path, socket| {
         let stays = socket.is_registering || found.get(path) == Some(&socket.identity);
         if let (false, Some(name)) = (stays, &socket.name) {
-            gone.push((path.clone(), name.clone()));
+            disappeared.push((path.clone(), name.clone()));
         }
         stays
     });
-    let has_gone = !gone.is_empty();
-    for (path, name) in gone {
+    let has_removed = !disappeared.is_empty();
+    for (path, name) in disappeared {
         let was_driver = {
             let mut drivers = lock(&context.csi.drivers);
             drivers.get(&name).is_some_and(|d| d.socket == path) && drivers.remove(&name).is_some()
@@ -354,7 +354,7 @@ fn remove_disappeared(
             }
         }
     }
-    has_gone
+    has_removed
 }
 
 /// Registers the plugin of a socket. Returns its name.
