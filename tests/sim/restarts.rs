@@ -55,7 +55,7 @@ fn failing_upkeep_does_not_block_a_running_pod() {
             tokio::time::sleep(Duration::from_secs(120)).await;
             world.change_all_objects();
             tokio::time::sleep(Duration::from_secs(5)).await;
-            assert_eq!(world.shows("web", "m0").as_deref(), Some("2"));
+            assert_eq!(world.volume_version("web", "m0").as_deref(), Some("2"));
             world.exit_some_container();
             tokio::time::sleep(Duration::from_secs(5)).await;
             assert_eq!(world.starts_of("web", "c0"), 2);

@@ -26,7 +26,7 @@ fn a_mirror_that_waits_for_a_finalizer_is_deleted_once() {
             mirror["metadata"]["deletionTimestamp"].is_string(),
             "{mirror}"
         );
-        assert_eq!(world.spent("delete", "steady-node"), 1);
+        assert_eq!(world.recent_calls("delete", "steady-node"), 1);
         world.drop_all_finalizers();
         assert_eq!(world.phase("steady-node"), None);
         agent.abort();

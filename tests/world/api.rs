@@ -106,9 +106,9 @@ impl PodApi for World {
         }
         let held = !state.live(uid).is_empty()
             || state
-                .boxes
+                .sandboxes
                 .iter()
-                .any(|(id, b)| b.uid == uid && !state.late_boxes.contains(id))
+                .any(|(id, b)| b.uid == uid && !state.late_sandboxes.contains(id))
             || state.volumes.contains(uid)
             || state.cgroups.contains(uid);
         if held {

@@ -51,13 +51,13 @@ impl World {
 
     /// Starts the period that `check_no_writes` checks.
     pub fn begin_idle_period(&self) {
-        self.state().spent.clear();
+        self.state().recent_calls.clear();
     }
 
     /// Rule: while nothing changes, the agent writes nothing.
     pub fn check_no_writes(&self) -> Result<(), String> {
         let state = self.state();
-        for ((uid, what), times) in &state.spent {
+        for ((uid, what), times) in &state.recent_calls {
             let writes = [
                 "patch_status",
                 "delete",
@@ -115,7 +115,7 @@ impl World {
         let state = self.state();
         let left = (
             state.pods.keys().collect::<Vec<_>>(),
-            state.boxes.len(),
+            state.sandboxes.len(),
             state.containers.len(),
             &state.volumes,
             &state.cgroups,
@@ -134,7 +134,7 @@ impl World {
     pub fn check_released(&self) -> Result<(), String> {
         let state = self.state();
         let left = (
-            state.boxes.len(),
+            state.sandboxes.len(),
             state.containers.len(),
             &state.volumes,
             &state.cgroups,
@@ -243,7 +243,7 @@ impl State {
             .collect();
         for uid in &self.static_uids {
             let mirror = self.pods.keys().find(|api| self.runtime_uid(api) == *uid);
-            let sandboxes = self.boxes.values().filter(|b| b.uid == *uid).count();
+            let sandboxes = self.sandboxes.values().filter(|b| b.uid == *uid).count();
             let name = uid.split_once("-v").map_or(uid.as_str(), |(name, _)| name);
             let wrong = |why: &str| Err((format!("{name}-node"), format!("{uid} {why}")));
             match newest.contains(uid.as_str()) {

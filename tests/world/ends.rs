@@ -109,7 +109,10 @@ impl State {
         let runs = statuses.any(|s| s["ready"] == true || !s["state"]["running"].is_null());
         let is_ready = condition(pod, "Ready").is_some_and(|c| c["status"] == "True");
         let holds = !self.live(uid).is_empty()
-            || self.boxes.values().any(|b| b.uid == uid && b.sandbox.ready)
+            || self
+                .sandboxes
+                .values()
+                .any(|b| b.uid == uid && b.sandbox.ready)
             || self.volumes.contains(uid)
             || self.cgroups.contains(uid);
         let result = match written.end == terminal_fields(pod) && !runs && !is_ready && !holds {

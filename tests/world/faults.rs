@@ -26,7 +26,7 @@ impl State {
     /// Counts a request or call for a pod and checks it against its budget.
     pub(super) fn count_call(&mut self, what: &'static str, uid: &str) {
         let now = Instant::now();
-        let spent = self.spent.entry((uid.to_owned(), what)).or_default();
+        let spent = self.recent_calls.entry((uid.to_owned(), what)).or_default();
         spent.push_back(now);
         while spent.front().is_some_and(|first| *first + MINUTE < now) {
             spent.pop_front();
@@ -71,7 +71,7 @@ impl State {
         if let (Some(watch), true) = (&self.watcher, watch_delivers) {
             watch.apply(object(pod));
         }
-        self.node.has(uid);
+        self.node.note_created(uid);
         if watch_delivers {
             self.note_terminal_status_delivered(uid);
         }
@@ -168,7 +168,7 @@ impl World {
     /// The number of requests to create a pod within the last minute.
     pub fn creations(&self, name: &str) -> usize {
         let state = self.state();
-        let spent = state.spent.get(&(name.to_owned(), "create"));
+        let spent = state.recent_calls.get(&(name.to_owned(), "create"));
         spent.map_or(0, VecDeque::len)
     }
 
@@ -289,7 +289,7 @@ impl World {
     /// Counts a call about a container or sandbox for its pod.
     pub(super) fn count_call_on(&self, what: &'static str, id: &str) {
         let mut state = self.state();
-        let of_box = state.boxes.get(id).map(|b| b.uid.clone());
+        let of_box = state.sandboxes.get(id).map(|b| b.uid.clone());
         if let Some(uid) = of_box.or_else(|| state.owners.get(id).cloned()) {
             state.count_call(what, &uid);
         }

@@ -27,7 +27,7 @@ impl Dialer for World {
                 let context = state.context.as_ref().unwrap();
                 let node = context.node_ips.borrow()[0].clone();
                 let boxes: Vec<String> = state
-                    .boxes
+                    .sandboxes
                     .iter()
                     .filter(|(_, b)| match b.sandbox.host_network {
                         true => node == request.host,
@@ -36,10 +36,12 @@ impl Dialer for World {
                     .map(|(id, _)| id.clone())
                     .collect();
                 let name = request.path.trim_start_matches('/');
-                let probed =
-                    |c: &&Ctr| c.container.name == name && boxes.contains(&c.container.sandbox);
-                let probed: Vec<&Ctr> = state.containers.values().filter(probed).collect();
-                let runs = |c: &&Ctr| c.container.state == ContainerState::Running;
+                let probed = |c: &&ContainerEntry| {
+                    c.container.name == name && boxes.contains(&c.container.sandbox)
+                };
+                let probed: Vec<&ContainerEntry> =
+                    state.containers.values().filter(probed).collect();
+                let runs = |c: &&ContainerEntry| c.container.state == ContainerState::Running;
                 if !probed.iter().any(runs) {
                     return Err(HttpError::Failed("connection refused".into()));
                 }
@@ -311,7 +313,7 @@ impl PodHost for World {
         self.machine(|s| {
             // A static pod whose manifest returns meanwhile cannot start before this cleanup, so its old volumes
             // may be removed.
-            let has_begun = s.volumes.contains(uid) || s.boxes.values().any(|b| b.uid == uid);
+            let has_begun = s.volumes.contains(uid) || s.sandboxes.values().any(|b| b.uid == uid);
             let is_static = s.statics.values().any(|p| p["metadata"]["uid"] == *uid);
             if s.pods.contains_key(uid) || is_static && has_begun {
                 s.report_violation(format!(

@@ -75,13 +75,13 @@ use tokio::time::Instant;
 /// The maximum number of trace lines of a run. A run that exceeds it contains a hot loop.
 const LONGEST_TRACE: usize = 300_000;
 
-struct Box_ {
+struct SandboxEntry {
     uid: String,
     name: String,
     sandbox: Sandbox,
 }
 
-struct Ctr {
+struct ContainerEntry {
     uid: String,
     /// CPU shares, in the kernel's unit.
     shares: i64,
@@ -115,8 +115,8 @@ struct State {
     agent_number: u64,
     faults: bool,
     next: u64,
-    boxes: BTreeMap<String, Box_>,
-    containers: BTreeMap<String, Ctr>,
+    sandboxes: BTreeMap<String, SandboxEntry>,
+    containers: BTreeMap<String, ContainerEntry>,
     pods: BTreeMap<String, Value>,
     revision: u64,
     volumes: BTreeSet<String>,
@@ -194,7 +194,7 @@ struct State {
     /// The version that a pod's volume shows, by pod and volume.
     volume_versions: BTreeMap<(String, String), String>,
     /// Times of requests and calls within the last minute, by pod and kind.
-    spent: BTreeMap<(String, &'static str), VecDeque<Instant>>,
+    recent_calls: BTreeMap<(String, &'static str), VecDeque<Instant>>,
     /// The agent's root directory if the CPU manager uses the static policy.
     processors: Option<PathBuf>,
     /// The simulated logind, and the grace periods for shutdowns.
@@ -206,7 +206,7 @@ struct State {
     /// The number of HTTP requests by path.
     http_requests: BTreeMap<String, usize>,
     /// Sandboxes that the runtime created after the call for them was cancelled: no agent can wait for them.
-    late_boxes: BTreeSet<String>,
+    late_sandboxes: BTreeSet<String>,
     /// Containers for which an agent has called StopContainer.
     stop_requested: BTreeSet<String>,
     /// Sandboxes that calls of an agent are stopping.
@@ -479,10 +479,13 @@ impl World {
     }
 
     /// The number of requests or calls of a kind for a pod within the last minute.
-    pub fn spent(&self, what: &'static str, name: &str) -> usize {
+    pub fn recent_calls(&self, what: &'static str, name: &str) -> usize {
         let uid = self.uid(name);
         let state = self.state();
-        state.spent.get(&(uid, what)).map_or(0, VecDeque::len)
+        state
+            .recent_calls
+            .get(&(uid, what))
+            .map_or(0, VecDeque::len)
     }
 
     /// The recent inputs and decisions of a pod's worker.
@@ -570,7 +573,7 @@ impl World {
     pub fn lose_some_sandbox(&self) {
         let now = self.1.now();
         let mut state = self.state();
-        let ids: Vec<String> = state.boxes.keys().cloned().collect();
+        let ids: Vec<String> = state.sandboxes.keys().cloned().collect();
         let place = state.pick(ids.len() as u64);
         if let Some(id) = ids.get(usize::try_from(place).unwrap()) {
             let inside: Vec<String> = state
@@ -582,7 +585,7 @@ impl World {
             for container in inside {
                 end(&mut state, &container, 137, now);
             }
-            let lost = state.boxes.get_mut(id).unwrap();
+            let lost = state.sandboxes.get_mut(id).unwrap();
             lost.sandbox.ready = false;
             let uid = lost.uid.clone();
             state.send_event(&uid, id, EventKind::Stopped);

@@ -52,13 +52,13 @@ pub(super) struct NodeState {
     pub ips: Vec<String>,
     /// The machine's number of CPUs, and the number that the agent found at its start.
     cpus: u32,
-    found: u32,
+    cpus_at_start: u32,
     /// When the running agent started.
     began: Option<Instant>,
     /// Pods that the running agent has started.
     started_pods: BTreeSet<String>,
     /// When pods were created in the API.
-    born: BTreeMap<String, Instant>,
+    created_at: BTreeMap<String, Instant>,
 }
 
 impl Default for NodeState {
@@ -73,10 +73,10 @@ impl Default for NodeState {
             history: vec![],
             ips: vec!["192.0.2.1".into()],
             cpus: CPUS,
-            found: CPUS,
+            cpus_at_start: CPUS,
             began: None,
             started_pods: BTreeSet::new(),
-            born: BTreeMap::new(),
+            created_at: BTreeMap::new(),
         }
     }
 }
@@ -86,22 +86,24 @@ impl NodeState {
     pub(super) fn begin_agent(&mut self) {
         self.started_pods.clear();
         self.began = Some(Instant::now());
-        self.found = self.cpus;
+        self.cpus_at_start = self.cpus;
     }
 
     /// The capacity for pods in millicores, as the agent found it.
     pub(super) fn milli(&self) -> i64 {
-        i64::from(self.found) * 1000
+        i64::from(self.cpus_at_start) * 1000
     }
 
     /// A pod exists in the API.
-    pub(super) fn has(&mut self, uid: &str) {
-        self.born.entry(uid.to_owned()).or_insert_with(Instant::now);
+    pub(super) fn note_created(&mut self, uid: &str) {
+        self.created_at
+            .entry(uid.to_owned())
+            .or_insert_with(Instant::now);
     }
 
     /// Every Node content that the agent may have seen since it knows a pod.
-    fn seen(&self, uid: &str) -> impl Iterator<Item = &NodeContent> {
-        let since = self.born.get(uid).copied().max(self.began);
+    fn possible_contents(&self, uid: &str) -> impl Iterator<Item = &NodeContent> {
+        let since = self.created_at.get(uid).copied().max(self.began);
         let until = self
             .history
             .iter()
@@ -137,9 +139,13 @@ impl State {
             *other != uid && self.node.started_pods.contains(*other) && !self.live(other).is_empty()
         });
         let used = others.map(|(_, pod)| lanes(pod)).sum::<u64>();
-        let most = self.node.seen(uid).map(|content| content.lanes).max();
+        let most = self
+            .node
+            .possible_contents(uid)
+            .map(|content| content.lanes)
+            .max();
         let mut wrong = vec![];
-        if !self.node.seen(uid).any(fits) {
+        if !self.node.possible_contents(uid).any(fits) {
             wrong.push(format!("{uid}: started on a node that it does not fit"));
         }
         if lanes(pod) > 0 && lanes(pod) + used > most.unwrap_or(0) {
@@ -158,7 +164,7 @@ impl State {
             self.report_violation(format!("{uid}: rejected ({reason}) after it was admitted"));
         }
         let pod = &self.pods[uid];
-        let mut seen = self.node.seen(uid);
+        let mut seen = self.node.possible_contents(uid);
         let has_cause = match reason {
             "NodeAffinity" => seen.any(|content| !content.selected_by(pod)),
             "TaintToleration" => seen.any(|content| !content.tolerated_by(pod)),
@@ -330,14 +336,14 @@ impl World {
 
     /// The number of sandboxes.
     pub fn sandboxes(&self) -> usize {
-        self.state().boxes.len()
+        self.state().sandboxes.len()
     }
 
     /// The number of RunPodSandbox calls by pod, for the pods in the API.
     pub fn sandbox_requests_by_pod(&self) -> BTreeMap<String, usize> {
         let state = self.state();
         let requests = |uid: &String| {
-            let spent = state.spent.get(&(uid.clone(), "run_sandbox"));
+            let spent = state.recent_calls.get(&(uid.clone(), "run_sandbox"));
             spent.map_or(0, VecDeque::len)
         };
         let pods = state.pods.keys();
@@ -347,7 +353,7 @@ impl World {
     /// The number of RunPodSandbox calls for a pod, which may have been removed.
     pub fn sandbox_requests(&self, uid: &str) -> usize {
         let state = self.state();
-        let spent = state.spent.get(&(uid.to_owned(), "run_sandbox"));
+        let spent = state.recent_calls.get(&(uid.to_owned(), "run_sandbox"));
         spent.map_or(0, VecDeque::len)
     }
 

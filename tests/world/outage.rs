@@ -78,7 +78,10 @@ impl World {
         let state = self.state();
         let now = Instant::now();
         let minute = Duration::from_secs(60);
-        let of = state.spent.iter().filter(|((_, kind), _)| *kind == what);
+        let of = state
+            .recent_calls
+            .iter()
+            .filter(|((_, kind), _)| *kind == what);
         of.map(|(_, times)| times.iter().filter(|at| **at + minute >= now).count())
             .max()
             .unwrap_or(0)

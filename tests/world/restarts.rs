@@ -15,7 +15,7 @@ impl Drop for Stopping {
 
 /// The sandbox that a call requests.
 #[derive(Clone)]
-pub(super) struct WantedBox {
+pub(super) struct SandboxRequest {
     pub uid: String,
     pub name: String,
     pub attempt: u32,
@@ -23,13 +23,13 @@ pub(super) struct WantedBox {
 }
 
 /// A call that creates a sandbox. If the call is cancelled, the runtime may complete it seconds later.
-pub(super) struct Making {
+pub(super) struct SandboxCreation {
     pub world: World,
-    pub wanted: WantedBox,
+    pub wanted: SandboxRequest,
     pub is_done: bool,
 }
 
-impl Drop for Making {
+impl Drop for SandboxCreation {
     fn drop(&mut self) {
         let (world, wanted) = (self.world.clone(), self.wanted.clone());
         let late = {
@@ -42,8 +42,8 @@ impl Drop for Making {
                 tokio::time::sleep(late).await;
                 let now = world.1.now();
                 let mut state = world.state();
-                if let Ok(id) = state.make_box(wanted, now) {
-                    state.late_boxes.insert(id);
+                if let Ok(id) = state.insert_sandbox(wanted, now) {
+                    state.late_sandboxes.insert(id);
                 }
             });
         }
@@ -52,18 +52,18 @@ impl Drop for Making {
 
 impl State {
     /// Creates a sandbox, unless its name is taken.
-    pub(super) fn make_box(
+    pub(super) fn insert_sandbox(
         &mut self,
-        wanted: WantedBox,
+        wanted: SandboxRequest,
         now: Timestamp,
     ) -> Result<String, RuntimeError> {
-        let WantedBox {
+        let SandboxRequest {
             uid,
             name,
             attempt,
             host_network,
         } = wanted;
-        let mut boxes = self.boxes.values();
+        let mut boxes = self.sandboxes.values();
         if boxes.any(|b| b.uid == uid && b.sandbox.attempt == attempt) {
             return Err(RuntimeError {
                 kind: RuntimeErrorKind::Failed,
@@ -86,12 +86,12 @@ impl State {
             host_network,
             handler: String::new(),
         };
-        let made = Box_ {
+        let made = SandboxEntry {
             uid: uid.clone(),
             name,
             sandbox,
         };
-        self.boxes.insert(id.clone(), made);
+        self.sandboxes.insert(id.clone(), made);
         self.send_event(&uid, &id, EventKind::Created);
         self.send_event(&uid, &id, EventKind::Started);
         Ok(id)
@@ -146,7 +146,11 @@ impl State {
 
     /// Whether the upkeep of a pod fails: the pod has a ready sandbox, and the world fails upkeep.
     pub(super) fn upkeep_fails(&self, uid: &str) -> bool {
-        self.is_upkeep_failing && self.boxes.values().any(|b| b.uid == uid && b.sandbox.ready)
+        self.is_upkeep_failing
+            && self
+                .sandboxes
+                .values()
+                .any(|b| b.uid == uid && b.sandbox.ready)
     }
 }
 
@@ -230,7 +234,7 @@ impl World {
         tokio::time::sleep(Duration::from_millis(60)).await;
         let mut state = self.state();
         let mut boxes: Vec<(String, Sandbox)> = state
-            .boxes
+            .sandboxes
             .iter()
             .filter(|(_, b)| b.uid == uid)
             .map(|(id, b)| (id.clone(), b.sandbox.clone()))
@@ -238,7 +242,7 @@ impl World {
         boxes.sort_by_key(|(_, sandbox)| sandbox.attempt);
         let (id, _) = boxes.pop().unwrap();
         // Containers that were started there meanwhile continue to run, without a network.
-        state.boxes.get_mut(&id).unwrap().sandbox.ready = false;
+        state.sandboxes.get_mut(&id).unwrap().sandbox.ready = false;
         state.send_event(&uid, &id, EventKind::Stopped);
     }
 
@@ -301,7 +305,7 @@ impl World {
     }
 
     /// The version of an object that a pod's volume shows.
-    pub fn shows(&self, name: &str, volume: &str) -> Option<String> {
+    pub fn volume_version(&self, name: &str, volume: &str) -> Option<String> {
         let key = (self.uid(name), volume.to_owned());
         self.state().volume_versions.get(&key).cloned()
     }

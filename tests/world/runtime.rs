@@ -25,7 +25,7 @@ impl Runtime for World {
         self.call(|state| {
             let mut pods: BTreeMap<String, ObservedPod> = BTreeMap::new();
             let mut names = BTreeMap::new();
-            for b in state.boxes.values() {
+            for b in state.sandboxes.values() {
                 names.insert(b.uid.clone(), b.name.clone());
                 pods.entry(b.uid.clone())
                     .or_default()
@@ -56,7 +56,7 @@ impl Runtime for World {
         self.call(|state| {
             let mut observed = ObservedPod {
                 sandboxes: state
-                    .boxes
+                    .sandboxes
                     .values()
                     .filter(|b| b.uid == uid)
                     .map(|b| b.sandbox.clone())
@@ -92,13 +92,13 @@ impl Runtime for World {
         let host_network = linux
             .and_then(|s| s.namespace_options)
             .is_some_and(|n| n.network == pb::NamespaceMode::Node as i32);
-        let wanted = restarts::WantedBox {
+        let wanted = restarts::SandboxRequest {
             uid: metadata.uid,
             name: metadata.name,
             attempt: metadata.attempt,
             host_network,
         };
-        let mut making = restarts::Making {
+        let mut making = restarts::SandboxCreation {
             world: self.clone(),
             wanted: wanted.clone(),
             is_done: false,
@@ -108,7 +108,7 @@ impl Runtime for World {
             if !state.cgroups.contains(&wanted.uid) {
                 state.report_violation(format!("{}: a sandbox without a cgroup", wanted.name));
             }
-            state.make_box(wanted, now)
+            state.insert_sandbox(wanted, now)
         });
         let made = made.await;
         making.is_done = true;
@@ -118,7 +118,7 @@ impl Runtime for World {
     async fn sandbox_ips(&self, id: &str) -> Result<Vec<String>, RuntimeError> {
         self.call(|state| {
             state
-                .boxes
+                .sandboxes
                 .get(id)
                 .map(|b| b.sandbox.ips.clone())
                 .ok_or_else(|| missing("sandbox"))
@@ -141,7 +141,7 @@ impl Runtime for World {
             for container in inside {
                 end(state, &container, 137, now);
             }
-            if let Some(b) = state.boxes.get_mut(id) {
+            if let Some(b) = state.sandboxes.get_mut(id) {
                 b.sandbox.ready = false;
                 let uid = b.uid.clone();
                 state.send_event(&uid, id, EventKind::Stopped);
@@ -164,7 +164,7 @@ impl Runtime for World {
                 ));
             }
             state.containers.retain(|_, c| c.container.sandbox != id);
-            if let Some(removed) = state.boxes.remove(id) {
+            if let Some(removed) = state.sandboxes.remove(id) {
                 state.send_event(&removed.uid, id, EventKind::Deleted);
             }
             Ok(())
@@ -182,7 +182,7 @@ impl Runtime for World {
         self.state().count_call("create_container", &uid);
         self.check_not_stopping("a container is created", sandbox);
         self.call(|state| {
-            let Some(b) = state.boxes.get(sandbox).filter(|b| b.sandbox.ready) else {
+            let Some(b) = state.sandboxes.get(sandbox).filter(|b| b.sandbox.ready) else {
                 return Err(missing("sandbox"));
             };
             let (uid, metadata) = (b.uid.clone(), config.metadata.clone().unwrap());
@@ -232,7 +232,7 @@ impl Runtime for World {
                 message_file: None,
             };
             state.send_event(&uid, &id, EventKind::Created);
-            let made = Ctr {
+            let made = ContainerEntry {
                 uid,
                 shares,
                 container,
@@ -265,8 +265,8 @@ impl Runtime for World {
                     message: "already started".into(),
                 });
             }
-            let is_ready = |b: &Box_| b.sandbox.ready;
-            if !state.boxes.get(&c.container.sandbox).is_some_and(is_ready) {
+            let sandbox = state.sandboxes.get(&c.container.sandbox);
+            if !sandbox.is_some_and(|b| b.sandbox.ready) {
                 return Err(RuntimeError {
                     kind: RuntimeErrorKind::Failed,
                     code: None,
@@ -279,7 +279,7 @@ impl Runtime for World {
             }
             if !state.started.insert((uid.clone(), name.clone(), attempt))
                 && !state
-                    .boxes
+                    .sandboxes
                     .values()
                     .any(|b| b.uid == uid && b.sandbox.attempt > 0)
             {
@@ -351,7 +351,7 @@ impl Runtime for World {
             let mut state = self.state();
             let slow = state.pick(4) == 0;
             // The limit applies to running containers only.
-            let runs = |c: &&Ctr| c.container.state == ContainerState::Running;
+            let runs = |c: &&ContainerEntry| c.container.state == ContainerState::Running;
             let container = state.containers.get(id).filter(runs);
             let uid = container.map(|c| c.uid.clone());
             if let Some(limit) = uid.map(|uid| state.grace_limit(&uid))

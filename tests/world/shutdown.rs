@@ -183,7 +183,7 @@ impl World {
         for id in all {
             end(&mut state, &id, 255, now);
         }
-        for sandbox in state.boxes.values_mut() {
+        for sandbox in state.sandboxes.values_mut() {
             sandbox.sandbox.ready = false;
         }
     }
@@ -192,7 +192,7 @@ impl World {
     pub fn power_off_and_lose_runtime(&self) {
         self.power_off();
         let mut state = self.state();
-        state.boxes.clear();
+        state.sandboxes.clear();
         state.containers.clear();
     }
 }

@@ -65,7 +65,7 @@ impl State {
     /// Rule: the running pods do not exceed the node's capacity. Pods that are being deleted do not count.
     /// While sizes change, a pod may start with CPU that another pod is about to release, as with the kubelet.
     pub(super) fn has_room(&self) -> Result<(), String> {
-        let counts = |c: &&Ctr| {
+        let counts = |c: &&ContainerEntry| {
             c.container.state == ContainerState::Running
                 && c.container.name == "c0"
                 && self.pods.get(&c.uid).is_some_and(|pod| !is_over(pod))

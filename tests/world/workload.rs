@@ -189,7 +189,7 @@ impl World {
     /// How often a pod's volume was set up or refreshed within the last minute.
     pub fn refreshes(&self, name: &str, volume: &str) -> usize {
         let key = (format!("{} {volume}", self.uid(name)), "set_up_volume");
-        self.state().spent.get(&key).map_or(0, VecDeque::len)
+        self.state().recent_calls.get(&key).map_or(0, VecDeque::len)
     }
 
     /// Changes all objects, one after the other.

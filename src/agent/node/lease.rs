@@ -24,7 +24,7 @@ pub(super) async fn run(context: &Context) {
     let period = Duration::from_secs(duration) / 4;
     let mut pauses = PAUSES;
     loop {
-        let node = context.node.present().await;
+        let node = context.node.wait_until_present().await;
         match within(deadline(context), api.renew(&lease(context, &node))).await {
             Ok(()) => {
                 pauses.reset();

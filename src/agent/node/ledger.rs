@@ -276,7 +276,7 @@ pub async fn run(context: Arc<Context>, mut requests: Requests) {
                 Some(request) => actor.answer(request),
                 None => return,
             },
-            () = actor.context.node.known(), if !actor.before_node.is_empty() => actor.admit_after_node(),
+            () = actor.context.node.wait_until_known(), if !actor.before_node.is_empty() => actor.admit_after_node(),
             () = actor.preemption_deadline(), if !actor.waiting.is_empty() => actor.stop_waiting_for_overdue(),
         }
         actor.save().await;
@@ -388,7 +388,7 @@ impl Actor {
     fn admit(&mut self, waiting: Waiting) {
         let uid = pod::uid(&waiting.pod).to_owned();
         let (context, now) = (Arc::clone(&self.context), self.epoch.elapsed());
-        let Some(node) = context.node.admitting(&waiting.pod) else {
+        let Some(node) = context.node.node_for_admission(&waiting.pod) else {
             if self.before_node.is_empty() {
                 tracing::info!(
                     "pods wait for admission until the apiserver has returned the Node object"

@@ -26,7 +26,7 @@ const REFRESH_BACKOFF: Doubling = Doubling::new(Duration::from_millis(100), Dura
 /// remove a node from the cluster, stop its agent within this time.
 pub const REGISTER_AGAIN_AFTER: Duration = Duration::from_secs(60);
 
-/// The Node that a pod is admitted to. Only [`OwnNode::admitting`] creates one, so no
+/// The Node that a pod is admitted to. Only [`OwnNode::node_for_admission`] creates one, so no
 /// pod of the API is admitted to an unknown node.
 pub struct Admitting(Arc<Node>);
 
@@ -73,7 +73,7 @@ impl OwnNode {
     /// wait, as the API may never answer. An unknown or missing Node is replaced by the one that this agent registers
     /// (upstream's `getNodeAnyWay`, and the wait in `NewSourceApiserver`).
     #[must_use]
-    pub fn admitting(&self, pod: &Pod) -> Option<Admitting> {
+    pub fn node_for_admission(&self, pod: &Pod) -> Option<Admitting> {
         let seen = self.seen.borrow().clone();
         let stand_in = pod::is_static(pod) || *self.known.borrow();
         let node = seen.or_else(|| stand_in.then(|| Arc::clone(&self.initial)));
@@ -81,7 +81,7 @@ impl OwnNode {
     }
 
     /// Waits until the object, or its absence, is known.
-    pub async fn known(&self) {
+    pub async fn wait_until_known(&self) {
         // This object owns the sender, so the wait cannot fail.
         let _ = self.known.subscribe().wait_for(|known| *known).await;
     }
@@ -194,7 +194,7 @@ impl OwnNode {
     }
 
     /// Waits until the object exists.
-    pub async fn present(&self) -> Arc<Node> {
+    pub async fn wait_until_present(&self) -> Arc<Node> {
         let (mut seen, mut deleted) = (self.seen.subscribe(), self.deleted.subscribe());
         loop {
             // This object owns the senders, so the waits cannot fail.

@@ -90,7 +90,7 @@ pub async fn run(context: Arc<Context>) {
     let Some(api) = context.node.api() else {
         return std::future::pending().await;
     };
-    let _node = context.node.present().await;
+    let _node = context.node.wait_until_present().await;
     let mut registered = context.claims.registered();
     let mut known = BTreeSet::new();
     let mut deletions = Deletions::default();

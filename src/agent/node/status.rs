@@ -301,7 +301,7 @@ pub(super) async fn run(
     let another = is_from_another_agent(&before);
     context.node.observe(node);
     // A node that was ready must not become unready only because its CSINode is not written yet.
-    let _ = tokio::time::timeout(FIRST_STATUS_TIMEOUT, context.csi.is_ready()).await;
+    let _ = tokio::time::timeout(FIRST_STATUS_TIMEOUT, context.csi.wait_until_ready()).await;
     let (mut view, mut ips) = (inputs.view.clone(), context.node_ips.subscribe());
     let mut pressures = context.pressures.subscribe();
     let mut shutting_down = context.shutting_down.subscribe();
@@ -324,7 +324,7 @@ pub(super) async fn run(
     loop {
         let node = tokio::select! {
             biased;
-            node = context.node.present() => node,
+            node = context.node.wait_until_present() => node,
             () = wait_until_missing(context, &mut roster) => {
                 let (inputs, extended) = (&rounds.inputs, Extended::Kept);
                 let status = || compute(context, inputs, &NodeStatus::default(), extended);

@@ -22,7 +22,7 @@ pub async fn run(context: Arc<Context>) {
     let mut failing = false;
     loop {
         tokio::time::sleep(PERIOD).await;
-        match collect(&context, false).await {
+        match find_and_remove(&context, false).await {
             Ok((_, failures)) if failures.is_empty() => failing = false,
             result => {
                 let all = |(_, failures): (usize, Failures)| {
@@ -110,7 +110,7 @@ pub async fn remove(context: &Context, fates: &[ContainerFate]) -> (usize, Failu
 }
 
 /// Decides and removes. Returns the same as [`remove`].
-pub async fn collect(context: &Context, short: bool) -> Result<(usize, Failures), String> {
+pub async fn find_and_remove(context: &Context, short: bool) -> Result<(usize, Failures), String> {
     let fates = find(context, short).await?;
     Ok(remove(context, &fates).await)
 }

@@ -230,7 +230,7 @@ async fn remove(
 
 /// The mirror pods that need a DELETE, by uid. Leaves out mirrors whose deletion the API has accepted and which wait
 /// for a finalizer. A mirror that a user deletes gracefully still needs the node's DELETE.
-fn undeleted(orphaned: &BTreeMap<String, Arc<Pod>>) -> BTreeMap<String, Arc<Pod>> {
+fn mirrors_to_delete(orphaned: &BTreeMap<String, Arc<Pod>>) -> BTreeMap<String, Arc<Pod>> {
     let mirrors = orphaned.values();
     mirrors
         .filter(|mirror| mirror.metadata.deletion_grace_period_seconds != Some(0))
@@ -246,7 +246,7 @@ pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<R
     // Deletions that the API has accepted, though the watch may not have reported them yet.
     let mut accepted = BTreeSet::new();
     loop {
-        let mirrors = undeleted(&roster.borrow_and_update().orphaned_mirrors);
+        let mirrors = mirrors_to_delete(&roster.borrow_and_update().orphaned_mirrors);
         accepted.retain(|uid| mirrors.contains_key(uid));
         let open = mirrors.keys().filter(|uid| !accepted.contains(*uid));
         for uid in removals.begin(&open.cloned().collect(), Instant::now()) {

@@ -108,7 +108,7 @@ impl Drop for AddressPermit<'_> {
 }
 
 /// The identity of a trusted client certificate (DER).
-fn of_certificate(der: &[u8]) -> Option<Identity> {
+fn certificate_identity(der: &[u8]) -> Option<Identity> {
     let (name, mut groups) = subject(der)?;
     groups.push("system:authenticated".to_owned());
     Some(Identity {
@@ -155,12 +155,12 @@ impl Access {
         headers: &HeaderMap,
     ) -> Result<Identity, Response<Body>> {
         let shown = peer.certificate.as_deref();
-        if let Some(identity) = shown.and_then(|c| c.holds()).and_then(of_certificate) {
+        if let Some(identity) = shown.and_then(|c| c.holds()).and_then(certificate_identity) {
             return Ok(identity);
         }
         // A request with an invalid token is rejected, not treated as anonymous.
         if let (true, Some(token)) = (self.serving.tokens, bearer(headers)) {
-            return self.of_token(peer, token).await;
+            return self.authenticate_token(peer, token).await;
         }
         // The same applies to an untrusted certificate if client certificates are configured.
         if self.serving.anonymous && shown.is_none() {
@@ -173,7 +173,11 @@ impl Access {
         Err(unauthorized())
     }
 
-    async fn of_token(&self, peer: &Peer, token: &str) -> Result<Identity, Response<Body>> {
+    async fn authenticate_token(
+        &self,
+        peer: &Peer,
+        token: &str,
+    ) -> Result<Identity, Response<Body>> {
         let key = digest::sha256(token.as_bytes());
         let known = || match self.tokens.get(&key) {
             Some(identity) => Some(Some(identity)),

@@ -156,7 +156,11 @@ async fn bind(part: Part, address: SocketAddr) -> Result<TcpListener, String> {
 }
 
 /// Listens on a port, and retries until it succeeds. Other tasks of the agent continue meanwhile.
-pub(super) async fn on(context: &Context, part: Part, address: SocketAddr) -> TcpListener {
+pub(super) async fn bind_with_retries(
+    context: &Context,
+    part: Part,
+    address: SocketAddr,
+) -> TcpListener {
     let unserved = &context.unserved;
     let report = |why: &str| log(context, part, why);
     let listener = retry_until_served(unserved, part, report, || bind(part, address)).await;

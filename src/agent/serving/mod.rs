@@ -128,7 +128,7 @@ pub struct Server {
 }
 
 /// The method and the path family of a request, for metrics and traces.
-fn named(request: &Request<Incoming>) -> (&'static str, &'static str) {
+fn method_and_family(request: &Request<Incoming>) -> (&'static str, &'static str) {
     let method = serving::known_method(request.method().as_str());
     (method, serving::family(request.uri().path()))
 }
@@ -185,7 +185,7 @@ impl Server {
     }
 
     async fn answer(self: Arc<Self>, peer: Peer, mut request: Request<Incoming>) -> Response<Body> {
-        let (method, path) = named(&request);
+        let (method, path) = method_and_family(&request);
         let in_flight = self.count(&mut request, (method, path), "readwrite");
         let needs = serving::needs(request.method().as_str(), request.uri().path());
         let span = tracing::info_span!(target: "trace::http", "http", otel.name = format!("{method} /{path}"), otel.kind = "server");
@@ -209,7 +209,7 @@ impl Server {
         if let Some(Refusal(code, why)) = self.disabled_error(&endpoint) {
             return text(code, why);
         }
-        self.found(&endpoint, request)
+        self.serve_endpoint(&endpoint, request)
             .await
             .unwrap_or_else(|Refusal(code, why)| text(code, why))
     }
@@ -228,7 +228,7 @@ impl Server {
         Some(Refusal(StatusCode::METHOD_NOT_ALLOWED, why.into()))
     }
 
-    async fn found(
+    async fn serve_endpoint(
         self: &Arc<Self>,
         endpoint: &Endpoint,
         request: Request<Incoming>,
@@ -241,14 +241,14 @@ impl Server {
             Endpoint::Config => Ok(views::config(self)),
             Endpoint::Status => Ok(views::status(self)),
             Endpoint::Flags => Ok(views::flags()),
-            Endpoint::Logs(place) => logs::of_container(self, place, &query).await,
+            Endpoint::Logs(place) => logs::serve_container_log(self, place, &query).await,
             Endpoint::Files(path) if path.is_empty() && self.context.config.serving.log_query => {
                 match node_logs::search(&query).await? {
                     Some(answer) => Ok(answer),
-                    None => logs::of_node(path).await,
+                    None => logs::serve_node_log(path).await,
                 }
             }
-            Endpoint::Files(path) => logs::of_node(path).await,
+            Endpoint::Files(path) => logs::serve_node_log(path).await,
             Endpoint::Checkpoint(place) => checkpoint::make(self, place, &query).await,
             Endpoint::Verbosity => views::verbosity(request).await,
             Endpoint::Run(place) => streams::run(self, place, &query).await,
@@ -291,7 +291,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
     };
     let main = async {
         let tls = listen::tls(&server.context, &protocol).await;
-        let listener = listen::on(&server.context, Part::Main, serving.main).await;
+        let listener = listen::bind_with_retries(&server.context, Part::Main, serving.main).await;
         service::ready();
         let server = Arc::clone(&server);
         https::serve(listener, Some(tls), MAIN_LIMITS, move |peer, request| {
@@ -303,7 +303,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         let Some(address) = serving.read_only else {
             return std::future::pending().await;
         };
-        let listener = listen::on(&server.context, Part::ReadOnly, address).await;
+        let listener = listen::bind_with_retries(&server.context, Part::ReadOnly, address).await;
         let server = Arc::clone(&server);
         https::serve(
             listener,
@@ -312,7 +312,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
             move |_, mut request: Request<Incoming>| {
                 let server = Arc::clone(&server);
                 async move {
-                    let names = named(&request);
+                    let names = method_and_family(&request);
                     let in_flight = server.count(&mut request, names, "readonly");
                     let (method, path) = (request.method().as_str(), request.uri().path());
                     let closed = match serving::route(method, path) {
@@ -333,7 +333,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         let Some(address) = serving.healthz else {
             return std::future::pending().await;
         };
-        let listener = listen::on(&server.context, Part::Healthz, address).await;
+        let listener = listen::bind_with_retries(&server.context, Part::Healthz, address).await;
         let server = Arc::clone(&server);
         https::serve(
             listener,

@@ -28,7 +28,7 @@ pub async fn search(query: &str) -> Result<Option<Response<Body>>, Refusal> {
         return Ok(None);
     };
     match &query.of {
-        Searched::File(path) => logs::of_node(path).await.map(Some),
+        Searched::File(path) => logs::serve_node_log(path).await.map(Some),
         Searched::Services(services) => of_services(&query, services).await.map(Some),
     }
 }
@@ -128,7 +128,7 @@ async fn own_file(services: &[String]) -> Result<Response<Body>, Refusal> {
         .iter()
         .flat_map(|service| log_query::files_of(service))
     {
-        if let Ok(answer) = logs::of_file(&path).await {
+        if let Ok(answer) = logs::serve_file(&path).await {
             return Ok(answer);
         }
     }

@@ -97,7 +97,7 @@ impl AttachedDisks {
 
 /// Reports a pod's disk in use. If `is_needed`, waits until the controller
 /// lists the disk; a mounted disk was listed before.
-pub(super) async fn of_disk(
+pub(super) async fn report_disk_in_use(
     context: &Context,
     pod: &Pod,
     resolved: &ResolvedVolume,

@@ -191,7 +191,7 @@ impl Expansion<'_> {
 
 /// Expands the filesystem of a local volume to the size of its device, if the claim
 /// has a smaller size. See [`Expansion::attempt`].
-pub(super) async fn of_local(
+pub(super) async fn expand_local(
     context: &Context,
     pod: &Pod,
     resolved: &ResolvedVolume,

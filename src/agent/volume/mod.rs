@@ -458,7 +458,8 @@ async fn resolve_again(
 ) -> ResolvedVolume {
     let may_grow = match &known.source {
         Source::Csi(served) => {
-            served.claim.is_some() && (served.grown.is_some() || context.csi.grows(&served.driver))
+            served.claim.is_some()
+                && (served.grown.is_some() || context.csi.supports_expansion(&served.driver))
         }
         Source::Local { .. } => !known.read_only,
         _ => false,
@@ -575,7 +576,7 @@ async fn set_up_volume(
         return Box::pin(csi::publish(context, around.pod, served, is_new, waits)).await;
     }
     if let Source::Disk { attached_as, .. } = &resolved.source {
-        attached::of_disk(context, around.pod, resolved, attached_as, waits).await?;
+        attached::report_disk_in_use(context, around.pod, resolved, attached_as, waits).await?;
     }
     let given = credentials.fetch(context, around.pod, volume).await?;
     let files = payload::files(volume, around, fetched, &given).transpose()?;
@@ -592,6 +593,6 @@ async fn set_up_volume(
     }
     Ok(VolumeSetUp {
         labelled: resolved.labelled,
-        again: growth::of_local(context, around.pod, resolved, waits).await?,
+        again: growth::expand_local(context, around.pod, resolved, waits).await?,
     })
 }

@@ -452,7 +452,7 @@ impl Manager {
             Resource::EphemeralStorage | Resource::Inodes => {}
             Resource::Memory | Resource::Pids => return false,
         }
-        match dead_containers::collect(&self.context, true).await {
+        match dead_containers::find_and_remove(&self.context, true).await {
             Ok((removed, failures)) => {
                 for error in failures.values() {
                     tracing::warn!(error, "removing a dead container failed");

@@ -161,15 +161,15 @@ impl Job {
     /// Executes an operation.
     pub async fn execute(&self, op: &Op) -> (Outcome, Option<Asset>) {
         let result = match op {
-            Op::Observe { logs } => self.observe(*logs).await.map(plain),
-            Op::Admit => Ok(plain(self.admit().await)),
-            Op::Grow => Ok(plain(self.grow().await)),
+            Op::Observe { logs } => self.observe(*logs).await.map(without_asset),
+            Op::Admit => Ok(without_asset(self.admit().await)),
+            Op::Grow => Ok(without_asset(self.grow().await)),
             Op::Withdraw => {
                 let sizes = Arc::clone(&self.update.pod);
                 self.context().ledger.cancel_resize(sizes).await;
-                Ok(plain(Outcome::Done))
+                Ok(without_asset(Outcome::Done))
             }
-            Op::Mirror => self.mirror().await.map(plain),
+            Op::Mirror => self.mirror().await.map(without_asset),
             Op::Prepare => self.prepare().await,
             Op::Upkeep => self.upkeep().await,
             Op::Volumes { known } => self.volumes(*known).await,
@@ -188,25 +188,29 @@ impl Job {
                 };
                 let started = Box::pin(self.start(start, &place));
                 let started = self.context().starts.container(started).await;
-                started.map(plain)
+                started.map(without_asset)
             }
             Op::PreStop { kill, .. } => {
                 self.pre_stop(kill, true).await;
-                Ok(plain(Outcome::Done))
+                Ok(without_asset(Outcome::Done))
             }
-            Op::Stop { kill, first, until } => self.stop(kill, *first, *until).await.map(plain),
-            Op::StopSandbox(id) => self.stop_sandbox(id).await.map(plain),
-            Op::RestartAll(kills) => self.restart_all(kills).await.map(plain),
-            Op::Resize { names, to } => self.resize(names, to).await.map(plain),
-            Op::ReturnClaims => self.release_claims().await.map(plain),
+            Op::Stop { kill, first, until } => {
+                self.stop(kill, *first, *until).await.map(without_asset)
+            }
+            Op::StopSandbox(id) => self.stop_sandbox(id).await.map(without_asset),
+            Op::RestartAll(kills) => self.restart_all(kills).await.map(without_asset),
+            Op::Resize { names, to } => self.resize(names, to).await.map(without_asset),
+            Op::ReturnClaims => self.release_claims().await.map(without_asset),
             Op::Collect {
                 containers,
                 sandboxes,
-            } => Ok(plain(self.remove_exited(containers, sandboxes).await)),
-            Op::Release { content } => self.release(*content).await.map(plain),
-            Op::Finalise => self.delete_object().await.map(plain),
+            } => Ok(without_asset(
+                self.remove_exited(containers, sandboxes).await,
+            )),
+            Op::Release { content } => self.release(*content).await.map(without_asset),
+            Op::Finalise => self.delete_object().await.map(without_asset),
         };
-        result.unwrap_or_else(plain)
+        result.unwrap_or_else(without_asset)
     }
 
     /// Measures an operation on the pod's cgroup, if pods have cgroups.
@@ -319,7 +323,7 @@ impl Job {
     }
 }
 
-fn plain(outcome: Outcome) -> (Outcome, Option<Asset>) {
+fn without_asset(outcome: Outcome) -> (Outcome, Option<Asset>) {
     (outcome, None)
 }
 

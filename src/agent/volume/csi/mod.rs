@@ -159,7 +159,7 @@ impl Csi {
 
     /// Whether a driver supports `NodeExpandVolume`.
     #[must_use]
-    pub fn grows(&self, driver: &str) -> bool {
+    pub fn supports_expansion(&self, driver: &str) -> bool {
         lock(&self.drivers)
             .get(driver)
             .is_some_and(|d| d.capabilities.expand)
@@ -224,7 +224,7 @@ impl Csi {
     }
 
     /// Waits until there is no such problem.
-    pub async fn is_ready(&self) {
+    pub async fn wait_until_ready(&self) {
         let mut problem = self.problem.subscribe();
         // This object owns the sender, so the wait cannot fail.
         let _ = problem.wait_for(Option::is_none).await;
@@ -721,7 +721,7 @@ pub async fn figures(context: &Context, uid: &str) -> Vec<VolumeFigures> {
         .collect();
     let mut found = vec![];
     for place in all {
-        match full(context, &place).await {
+        match read_volume_usage(context, &place).await {
             Ok(figures) => found.push(figures),
             Err(error) => tracing::debug!(
                 %error,
@@ -733,7 +733,10 @@ pub async fn figures(context: &Context, uid: &str) -> Vec<VolumeFigures> {
     found
 }
 
-async fn full(context: &Context, place: &Published) -> Result<VolumeFigures, VolumeError> {
+async fn read_volume_usage(
+    context: &Context,
+    place: &Published,
+) -> Result<VolumeFigures, VolumeError> {
     let (namespace, claim) = place.claim.clone().unzip();
     let mut figures = VolumeFigures {
         name: place.name.clone(),

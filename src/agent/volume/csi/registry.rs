@@ -222,7 +222,7 @@ async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, cha
             biased;
             () = changed.notified() => {}
             () = context.csi.query_requested.notified() => {}
-            _ = context.node.present(), if !registered => {}
+            _ = context.node.wait_until_present(), if !registered => {}
             () = tokio::time::sleep(pause) => {}
         }
     }
