@@ -29,7 +29,7 @@ enum Request {
         inbox: Inbox,
         reply: oneshot::Sender<Result<(), Refusal>>,
     },
-    RequestResize {
+    Resize {
         pod: Arc<Pod>,
         has: Arc<Pod>,
         reply: oneshot::Sender<Result<(), Refusal>>,
@@ -144,7 +144,7 @@ impl LedgerHandle {
     /// Requests the sizes in the pod's spec; `has` is the pod with its current sizes. If the request does not fit, the
     /// worker gets [`Input::RoomFreed`] when it does.
     pub async fn request_resize(&self, pod: Arc<Pod>, has: Arc<Pod>) -> Result<(), Refusal> {
-        self.request(|reply| Request::RequestResize { pod, has, reply })
+        self.request(|reply| Request::Resize { pod, has, reply })
             .await
     }
 
@@ -288,7 +288,7 @@ impl Actor {
     fn answer(&mut self, request: Request) {
         match request {
             Request::Admit { pod, inbox, reply } => self.admit(Waiting { pod, inbox, reply }),
-            Request::RequestResize { pod, has, reply } => {
+            Request::Resize { pod, has, reply } => {
                 let before = self.ledger.pod(pod::uid(&pod));
                 self.ledger.book(&has);
                 let result = self.resize(&pod);
