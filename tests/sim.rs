@@ -62,7 +62,7 @@ async fn apply_random_event(world: &World, agent: &mut JoinHandle<()>, step: u64
         22 => world.drop_some_finalizer(),
         23 => world.set_clock(),
         24 => world.replace_some_pod(),
-        25 => world.hurry_some_deletion(),
+        25 => world.shorten_some_deletion(),
         26 | 27 => world.resize_some_pod(),
         28 => world.change_some_image(),
         _ => {}
@@ -83,7 +83,7 @@ async fn scenario(world: &World) -> Result<(), String> {
     world.set_faults(true);
     for step in 0..50 {
         apply_random_event(world, &mut agent, step).await;
-        world.trouble();
+        world.cause_trouble();
         world.check_removed(SLACK_WITH_FAULTS);
         tokio::time::sleep(Duration::from_millis(world.pick(2500))).await;
     }

@@ -49,7 +49,7 @@ async fn shut_down(seed: u64) {
         );
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    let ends: Vec<_> = uids.iter().map(|uid| world.lived(uid).1).collect();
+    let ends: Vec<_> = uids.iter().map(|uid| world.lifetime_of(uid).1).collect();
     let first = ends[..3].iter().flatten().max();
     assert!(
         first <= ends[3].as_ref() && ends[3] <= ends[4] && ends[4].is_some(),

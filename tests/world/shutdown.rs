@@ -163,7 +163,7 @@ impl World {
     }
 
     /// When the first container of this pod was created, and when the last one exited if all have.
-    pub fn lived(&self, uid: &str) -> (Option<Timestamp>, Option<Timestamp>) {
+    pub fn lifetime_of(&self, uid: &str) -> (Option<Timestamp>, Option<Timestamp>) {
         let state = self.state();
         let own = || {
             let all = state.containers.values().filter(|c| c.uid == uid);

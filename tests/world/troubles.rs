@@ -80,7 +80,7 @@ impl World {
     }
 
     /// Causes one trouble, or none.
-    pub fn trouble(&self) {
+    pub fn cause_trouble(&self) {
         let (troubles, kind) = {
             let mut state = self.state();
             let kind = state.draw(24);

@@ -4,7 +4,7 @@ use super::*;
 
 /// The number of ConfigMaps and Secrets, and the number that a wide pod uses.
 const OBJECTS: u64 = 300;
-const OF_ONE_POD: u64 = 30;
+const OBJECTS_PER_POD: u64 = 30;
 
 /// The name of an object: even numbers are ConfigMaps, odd ones Secrets.
 pub(super) fn object_name(n: u64) -> String {
@@ -98,8 +98,8 @@ impl State {
         }
         let objects = match self.pick(12) {
             0 => {
-                let first = OF_ONE_POD * self.pick(OBJECTS / OF_ONE_POD);
-                first..first + OF_ONE_POD
+                let first = OBJECTS_PER_POD * self.pick(OBJECTS / OBJECTS_PER_POD);
+                first..first + OBJECTS_PER_POD
             }
             1..=4 => 0..2,
             _ => 0..0,
@@ -162,7 +162,7 @@ impl World {
     }
 
     /// Shortens the grace period of some pod's deletion to 1 s.
-    pub fn hurry_some_deletion(&self) {
+    pub fn shorten_some_deletion(&self) {
         let Some(uid) = self.some_uid() else {
             return;
         };

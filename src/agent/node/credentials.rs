@@ -233,7 +233,7 @@ async fn bootstrap(config: &Config, clock: Clock) -> anyhow::Result<()> {
     let client = connect(bootstrap_path).await?;
     let mut again = BACKOFF;
     loop {
-        match first(config, &client, &file, kubeconfig_path, clock).await {
+        match request_first_certificate(config, &client, &file, kubeconfig_path, clock).await {
             Ok(()) => return Ok(()),
             Err(error) => {
                 tracing::warn!(error, "requesting the node's certificate failed; retrying");
@@ -247,7 +247,7 @@ fn text(error: HostError) -> String {
     error.message
 }
 
-async fn first(
+async fn request_first_certificate(
     config: &Config,
     client: &Client,
     file_of: &Kubeconfig,

@@ -9,7 +9,7 @@ use std::time::Instant;
 use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::{Admitting, devices, manager_metrics};
+use super::{AdmissionNode, devices, manager_metrics};
 use crate::agent::pod::inbox::Inbox;
 use crate::agent::{Context, Kind};
 use crate::core::node::admit::{self, Here, Refusal, Room};
@@ -576,7 +576,7 @@ fn allocatable(context: &Context, uid: &str) -> Amounts {
 fn with_node<T>(
     context: &Context,
     uid: &str,
-    node: &Admitting,
+    node: &AdmissionNode,
     decide: impl FnOnce(&Here<'_>) -> T,
 ) -> T {
     let allocatable = allocatable(context, uid);

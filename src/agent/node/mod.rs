@@ -55,7 +55,7 @@ use tokio::sync::watch;
 pub use api::{KubeNodes, NodeApi, NodeChange};
 pub use claims::ClaimManager;
 pub use devices::DeviceManager;
-pub use own::{Admitting, OwnNode, REGISTER_AGAIN_AFTER, store_node};
+pub use own::{AdmissionNode, OwnNode, REGISTER_AGAIN_AFTER, store_node};
 
 use super::Context;
 use super::pod::dispatch::Roster;

@@ -28,9 +28,9 @@ pub const REGISTER_AGAIN_AFTER: Duration = Duration::from_secs(60);
 
 /// The Node that a pod is admitted to. Only [`OwnNode::node_for_admission`] creates one, so no
 /// pod of the API is admitted to an unknown node.
-pub struct Admitting(Arc<Node>);
+pub struct AdmissionNode(Arc<Node>);
 
-impl Admitting {
+impl AdmissionNode {
     /// The Node object.
     #[must_use]
     pub fn node(&self) -> &Node {
@@ -73,11 +73,11 @@ impl OwnNode {
     /// wait, as the API may never answer. An unknown or missing Node is replaced by the one that this agent registers
     /// (upstream's `getNodeAnyWay`, and the wait in `NewSourceApiserver`).
     #[must_use]
-    pub fn node_for_admission(&self, pod: &Pod) -> Option<Admitting> {
+    pub fn node_for_admission(&self, pod: &Pod) -> Option<AdmissionNode> {
         let seen = self.seen.borrow().clone();
         let stand_in = pod::is_static(pod) || *self.known.borrow();
         let node = seen.or_else(|| stand_in.then(|| Arc::clone(&self.initial)));
-        node.map(Admitting)
+        node.map(AdmissionNode)
     }
 
     /// Waits until the object, or its absence, is known.

@@ -182,7 +182,7 @@ impl Watch<'_> {
                 BTreeSet::new()
             }
         };
-        to_restart.extend(rejected(&self.context.roster.borrow()));
+        to_restart.extend(rejected_static_pods(&self.context.roster.borrow()));
         tracing::warn!("the shutdown of the machine was cancelled: the node accepts pods again");
         self.context.shutting_down.send_replace(false);
         self.emit_event("cancellation");
@@ -195,7 +195,7 @@ impl Watch<'_> {
 }
 
 /// Static pods that were rejected because of the shutdown.
-fn rejected(pods: &KnownPods) -> BTreeSet<String> {
+fn rejected_static_pods(pods: &KnownPods) -> BTreeSet<String> {
     let is_rejected = |known: &&Known| {
         let status = known.object.as_ref().and_then(|o| o.status.as_ref());
         pod::is_static(&known.pod) && status.is_some_and(|s| s.reason.as_deref() == Some(REJECTED))
@@ -213,7 +213,7 @@ async fn terminate_pods(context: &Arc<Context>, terminated: &mut BTreeSet<String
     };
     // A disk that hangs or is no longer available must not delay the termination of pods.
     let saved = tokio::time::timeout(NOT_READY_TIMEOUT, save_times(context, times));
-    let (saved, ()) = tokio::join!(saved, report(context));
+    let (saved, ()) = tokio::join!(saved, wait_until_reported(context));
     if saved.is_err() {
         tracing::warn!(waited = ?NOT_READY_TIMEOUT, file = STATE_FILE, "writing the time of the shutdown takes long; continuing without it");
     }
@@ -227,7 +227,7 @@ async fn terminate_pods(context: &Arc<Context>, terminated: &mut BTreeSet<String
         // The apiserver may be a pod of the next phase. The wait is not added to the phase's period.
         let is_last = place + 1 == phases.len();
         let longest = Instant::now() + STATUS_TIMEOUT;
-        flush(
+        wait_for_statuses(
             context,
             phase,
             if is_last {
@@ -273,10 +273,10 @@ async fn terminate_phase(context: &Context, phase: &Phase, deadline: Instant) {
 }
 
 /// Waits until the API has the terminal statuses of a phase's pods.
-async fn flush(context: &Context, phase: &Phase, until: Instant) {
+async fn wait_for_statuses(context: &Context, phase: &Phase, until: Instant) {
     let uids: BTreeSet<&str> = phase.pods.iter().map(|p| pod::uid(p)).collect();
     let mut roster = context.roster.subscribe();
-    let written = roster.wait_for(|known| uids.iter().all(|uid| is_written(known, uid)));
+    let written = roster.wait_for(|known| uids.iter().all(|uid| has_terminal_status(known, uid)));
     if tokio::time::timeout_at(until, written).await.is_err() {
         tracing::warn!(
             priority = phase.priority,
@@ -292,7 +292,7 @@ async fn remaining(context: &Context, uids: &BTreeSet<&str>) -> impl Iterator<It
 }
 
 /// Whether the API has the pod's terminal status, or has no object for it.
-fn is_written(known: &KnownPods, uid: &str) -> bool {
+fn has_terminal_status(known: &KnownPods, uid: &str) -> bool {
     let Some(known) = known.iter().find(|k| pod::uid(&k.pod) == uid) else {
         return true;
     };
@@ -305,7 +305,7 @@ fn is_written(known: &KnownPods, uid: &str) -> bool {
 }
 
 /// Waits until the Node reports the shutdown, so that no more pods are scheduled here.
-async fn report(context: &Context) {
+async fn wait_until_reported(context: &Context) {
     if context.node.api().is_none() {
         return;
     }

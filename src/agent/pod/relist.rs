@@ -82,7 +82,7 @@ pub enum Hint {
 }
 
 /// Waits for [`IDLE_TRIM_AFTER`] after the last activity; never returns without activity.
-async fn trimming(quiet_since: Option<Instant>) {
+async fn wait_until_idle(quiet_since: Option<Instant>) {
     match quiet_since {
         Some(since) => tokio::time::sleep_until(since + IDLE_TRIM_AFTER).await,
         None => std::future::pending().await,
@@ -258,7 +258,7 @@ pub async fn run(context: Arc<Context>, seen: ObservedFingerprints, hints: mpsc:
                 relist.quiet_since = Some(Instant::now());
                 Ok(())
             }
-            () = trimming(relist.quiet_since) => {
+            () = wait_until_idle(relist.quiet_since) => {
                 relist.quiet_since = None;
                 crate::sys::memory::trim();
                 Ok(())

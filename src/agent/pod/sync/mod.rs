@@ -163,7 +163,7 @@ impl Job {
         let result = match op {
             Op::Observe { logs } => self.observe(*logs).await.map(without_asset),
             Op::Admit => Ok(without_asset(self.admit().await)),
-            Op::Grow => Ok(without_asset(self.grow().await)),
+            Op::Grow => Ok(without_asset(self.request_resize().await)),
             Op::Withdraw => {
                 let sizes = Arc::clone(&self.update.pod);
                 self.context().ledger.cancel_resize(sizes).await;
@@ -257,7 +257,7 @@ impl Job {
         }
     }
 
-    async fn grow(&self) -> Outcome {
+    async fn request_resize(&self) -> Outcome {
         let desired = Arc::clone(&self.update.pod);
         match self
             .context()

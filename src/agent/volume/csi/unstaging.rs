@@ -46,7 +46,7 @@ pub async fn run(context: Arc<Context>) {
     let mut tries = JoinSet::new();
     loop {
         for place in std::mem::take(&mut *lock(&context.csi.to_unstage)) {
-            tries.spawn(until_unstaged(Arc::clone(&context), place));
+            tries.spawn(unstage_with_retries(Arc::clone(&context), place));
         }
         tokio::select! {
             () = context.csi.unstage_requested.notified() => {}
@@ -59,7 +59,7 @@ pub async fn run(context: Arc<Context>) {
     }
 }
 
-async fn until_unstaged(context: Arc<Context>, place: Published) {
+async fn unstage_with_retries(context: Arc<Context>, place: Published) {
     let (mut pauses, mut failures) = (RETRY, RepeatedFailures::default());
     while let Err(error) = unstage(&context, &place).await {
         let due = failures.record((), &error.to_string(), context.clock.now());
