@@ -322,7 +322,7 @@ async fn run_agent(
         runtime = config.runtime_endpoint,
         "starting the agent"
     );
-    agent::doctor::at_start(&config);
+    agent::doctor::log_errors_at_startup(&config);
     let agent = tokio::select! {
         agent = agent::build(config) => agent?,
         () = stop.cancelled() => return Ok(()),

@@ -26,7 +26,7 @@ use tokio::task::JoinHandle;
 use world::{SLACK_WITH_FAULTS, World};
 
 /// Causes one random external change or fault.
-async fn happen(world: &World, agent: &mut JoinHandle<()>, step: u64) {
+async fn apply_random_event(world: &World, agent: &mut JoinHandle<()>, step: u64) {
     match world.pick(30) {
         0 | 1 => world.create_pod(&format!("q{step}")),
         2 | 3 => world.delete_some_pod(),
@@ -43,8 +43,8 @@ async fn happen(world: &World, agent: &mut JoinHandle<()>, step: u64) {
         10 => world.lose_some_sandbox(),
         11 => world.freeze(true),
         12 | 13 => world.freeze(false),
-        14 => world.deafen(true),
-        15 | 16 => world.deafen(false),
+        14 => world.stall_watch(true),
+        15 | 16 => world.stall_watch(false),
         17 => {
             world.set_runtime_down(true);
             tokio::time::sleep(Duration::from_millis(world.pick(8000))).await;
@@ -62,7 +62,7 @@ async fn happen(world: &World, agent: &mut JoinHandle<()>, step: u64) {
         22 => world.drop_some_finalizer(),
         23 => world.set_clock(),
         24 => world.replace_some_pod(),
-        25 => world.hurry_some_deletion(),
+        25 => world.shorten_some_deletion(),
         26 | 27 => world.resize_some_pod(),
         28 => world.change_some_image(),
         _ => {}
@@ -82,32 +82,32 @@ async fn scenario(world: &World) -> Result<(), String> {
     }
     world.set_faults(true);
     for step in 0..50 {
-        happen(world, &mut agent, step).await;
-        world.trouble();
+        apply_random_event(world, &mut agent, step).await;
+        world.cause_trouble();
         world.check_removed(SLACK_WITH_FAULTS);
         tokio::time::sleep(Duration::from_millis(world.pick(2500))).await;
     }
     world.set_faults(false);
     world.freeze(false);
-    world.deafen(false);
+    world.stall_watch(false);
     world.end_troubles();
     world.fail_upkeep(world.has_failing_upkeep());
     // Long enough for the longest hang, back-off and grace period.
     tokio::time::sleep(Duration::from_secs(540)).await;
     world.check_removed(SLACK_WITH_FAULTS);
-    world.begin_quiet();
+    world.begin_idle_period();
     tokio::time::sleep(Duration::from_secs(60)).await;
-    world.check_quiet()?;
-    world.check_idle()?;
+    world.check_no_writes()?;
+    world.check_converged()?;
     world.fail_upkeep(false);
     for _ in 0..3 {
         world.exit_some_container();
         tokio::time::sleep(Duration::from_millis(1500)).await;
         world.check_explained()?;
     }
-    new_pods_start_and_end_at_once(world).await?;
-    if world.has_far_volume() {
-        a_volume_hangs(world).await?;
+    check_new_pods_start_and_stop(world).await?;
+    if world.has_remote_volume() {
+        check_hanging_volume(world).await?;
     }
     world.delete_all_pods();
     world.remove_all_manifests();
@@ -124,7 +124,7 @@ async fn scenario(world: &World) -> Result<(), String> {
 }
 
 /// Checks that a new pod starts immediately, and that a force-deleted pod stops soon, whatever happened before.
-async fn new_pods_start_and_end_at_once(world: &World) -> Result<(), String> {
+async fn check_new_pods_start_and_stop(world: &World) -> Result<(), String> {
     world.create_steady_pod("last");
     world.create_stubborn_pod("stubborn");
     tokio::time::sleep(Duration::from_secs(3)).await;
@@ -142,7 +142,7 @@ async fn new_pods_start_and_end_at_once(world: &World) -> Result<(), String> {
 
 /// A volume that hangs blocks the start and the deletion of its own pod, and of no other. The
 /// explanation of this pod names the volume.
-async fn a_volume_hangs(world: &World) -> Result<(), String> {
+async fn check_hanging_volume(world: &World) -> Result<(), String> {
     let hour = Duration::from_secs(3600);
     let late = |phase: &str, name: &str| {
         let is = world.phase(name).unwrap_or_default().0;
@@ -154,8 +154,8 @@ async fn a_volume_hangs(world: &World) -> Result<(), String> {
             )),
         }
     };
-    world.silence_far(hour, world.pick(2) == 0);
-    world.create_far_pod("held");
+    world.hang_remote(hour, world.pick(2) == 0);
+    world.create_remote_pod("held");
     world.create_steady_pod("free");
     tokio::time::sleep(Duration::from_secs(3)).await;
     late("Running", "free")?;
@@ -163,23 +163,23 @@ async fn a_volume_hangs(world: &World) -> Result<(), String> {
     tokio::time::sleep(Duration::from_secs(12)).await;
     // Another operation may have started last at that moment, for instance the creation of directories.
     for _ in 0..20 {
-        if world.check_says("held", "volume far").is_ok() {
+        if world.check_explanation("held", "volume far").is_ok() {
             break;
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    world.check_says("held", "volume far")?;
-    world.answer_far();
+    world.check_explanation("held", "volume far")?;
+    world.resume_remote();
     // The maximum back-off.
     tokio::time::sleep(Duration::from_secs(15)).await;
     late("Running", "held")?;
-    world.silence_far(hour, world.pick(2) == 0);
+    world.hang_remote(hour, world.pick(2) == 0);
     world.delete_pod("held");
     world.delete_pod("free");
     tokio::time::sleep(Duration::from_secs(10)).await;
     late("", "free")?;
-    world.check_says("held", "Terminating: the pod was deleted. Now: ")?;
-    world.answer_far();
+    world.check_explanation("held", "Terminating: the pod was deleted. Now: ")?;
+    world.resume_remote();
     tokio::time::sleep(Duration::from_secs(15)).await;
     late("", "held")
 }
@@ -199,7 +199,7 @@ fn run(seed: u64) -> (Result<(), String>, Vec<String>) {
         let result = scenario(&world).await;
         if std::env::var_os("HOLDFAST_TRACE").is_some() {
             world.trace().iter().for_each(|line| println!("{line}"));
-            println!("maximum per minute: {:?}", world.most());
+            println!("maximum per minute: {:?}", world.max_calls());
         }
         let trace = world.trace();
         world.end();
@@ -241,7 +241,7 @@ fn a_hanging_pod_delays_no_other() {
         let agent = world.start_agent();
         world.create_steady_pod("stuck");
         tokio::time::sleep(Duration::from_secs(5)).await;
-        world.hang(&world.uid("stuck"));
+        world.hang_calls_of(&world.uid("stuck"));
         world.exit_some_container();
         tokio::time::sleep(Duration::from_secs(5)).await;
         for n in 0..20 {
@@ -262,7 +262,7 @@ fn a_hanging_pod_does_not_delay_its_replacement() {
         let agent = world.start_agent();
         world.create_steady_pod("db-0");
         tokio::time::sleep(Duration::from_secs(5)).await;
-        world.hang(&world.uid("db-0"));
+        world.hang_calls_of(&world.uid("db-0"));
         world.remove_by_force("db-0");
         tokio::time::sleep(Duration::from_secs(5)).await;
         world.create_steady_pod("db-0");
@@ -305,7 +305,7 @@ fn a_completed_pod_causes_no_work() {
 fn a_pod_start_takes_the_minimum_of_runtime_calls() {
     // The runtimes of every third seed have no events: a periodic list may coincide with the start and
     // cause another observation.
-    for (seed, looks) in [(1, 1), (2, 1), (3, 2)] {
+    for (seed, max_observed) in [(1, 1), (2, 1), (3, 2)] {
         simulate(seed, async {
             let world = World::new(seed);
             let agent = world.start_agent();
@@ -332,8 +332,11 @@ fn a_pod_start_takes_the_minimum_of_runtime_calls() {
             ] {
                 assert_eq!(calls(once), 1, "seed {seed}, {once}: {trace:#?}");
             }
-            let looked = calls("observe");
-            assert!((1..=looks).contains(&looked), "seed {seed}: {trace:#?}");
+            let observed = calls("observe");
+            assert!(
+                (1..=max_observed).contains(&observed),
+                "seed {seed}: {trace:#?}"
+            );
             agent.abort();
         });
     }
@@ -373,11 +376,15 @@ fn three_hundred_objects_in_use_take_few_refreshes() {
         tokio::time::sleep(Duration::from_secs(60)).await;
         world.set_faults(false);
         tokio::time::sleep(Duration::from_secs(240)).await;
-        assert_eq!(world.check_idle(), Ok(()));
-        world.begin_quiet();
+        assert_eq!(world.check_converged(), Ok(()));
+        world.begin_idle_period();
         world.change_all_objects();
         tokio::time::sleep(Duration::from_secs(5)).await;
-        assert_eq!(world.check_idle(), Ok(()), "the volumes show all changes");
+        assert_eq!(
+            world.check_converged(),
+            Ok(()),
+            "the volumes show all changes"
+        );
         let refreshes = world.refreshes("wide", "k299");
         assert!((1..=3).contains(&refreshes), "{refreshes}");
         assert_eq!(world.broken(), Ok(()));
@@ -395,15 +402,15 @@ fn a_terminal_phase_not_yet_watched_is_not_overwritten() {
         tokio::time::sleep(Duration::from_secs(5)).await;
         world.create_steady_pod("p");
         tokio::time::sleep(Duration::from_millis(1)).await;
-        assert_eq!(world.requested_sandboxes().len(), 1);
-        world.deafen(true);
-        world.publish_end("p");
+        assert_eq!(world.sandbox_requests_by_pod().len(), 1);
+        world.stall_watch(true);
+        world.evict_externally("p");
         tokio::time::sleep(Duration::from_secs(20)).await;
         assert_eq!(world.in_phase("Failed"), ["p"]);
         assert_eq!(world.broken(), Ok(()));
-        world.deafen(false);
+        world.stall_watch(false);
         tokio::time::sleep(Duration::from_secs(20)).await;
-        assert_eq!(world.check_idle(), Ok(()));
+        assert_eq!(world.check_converged(), Ok(()));
         assert_eq!(world.broken(), Ok(()));
         agent.abort();
     });
@@ -419,8 +426,8 @@ fn resources_are_kept_until_no_container_runs_after_a_foreign_terminal_phase() {
         let agent = world.start_agent();
         world.create_pod_with_processors("one");
         tokio::time::sleep(Duration::from_secs(5)).await;
-        world.hang(&world.uid("one"));
-        world.publish_end("one");
+        world.hang_calls_of(&world.uid("one"));
+        world.evict_externally("one");
         tokio::time::sleep(Duration::from_secs(5)).await;
         world.create_pod_with_processors("other");
         tokio::time::sleep(Duration::from_secs(5)).await;
@@ -444,17 +451,17 @@ fn no_sandbox_is_created_for_a_pod_deleted_while_queued() {
         while world.sandboxes() < 6 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        let asked = world.requested_sandboxes();
-        let waiting: Vec<_> = asked.iter().filter(|(_, times)| **times == 0).collect();
-        assert!(waiting.len() > 20, "{asked:?}");
+        let requests = world.sandbox_requests_by_pod();
+        let waiting: Vec<_> = requests.iter().filter(|(_, times)| **times == 0).collect();
+        assert!(waiting.len() > 20, "{requests:?}");
         for (uid, _) in &waiting {
             world.delete_uid(uid);
         }
         tokio::time::sleep(Duration::from_secs(5)).await;
         assert_eq!(world.not_in_phase("Running"), Vec::<String>::new());
-        assert_eq!(world.requested_sandboxes().len(), 60 - waiting.len());
+        assert_eq!(world.sandbox_requests_by_pod().len(), 60 - waiting.len());
         for (uid, _) in waiting {
-            assert_eq!(world.requested_sandbox(uid), 0, "{uid}");
+            assert_eq!(world.sandbox_requests(uid), 0, "{uid}");
         }
         assert_eq!(world.broken(), Ok(()));
         agent.abort();
@@ -475,7 +482,7 @@ fn after_a_restart_pods_are_admitted_by_start_time() {
             world.resize_node(20);
             let hours = |n: i64| world.now() - jiff::SignedDuration::from_hours(n);
             for n in 0..40 {
-                world.create_pod_of_before(&format!("p{n}"), hours(200 - n), hours(n + 1));
+                world.create_pod_of_earlier_agent(&format!("p{n}"), hours(200 - n), hours(n + 1));
             }
             let agent = world.start_agent();
             let ended = || world.in_phase("Failed");
@@ -566,13 +573,13 @@ fn resources_of_an_exited_container_delay_a_resize() {
             pod.contains("requested: 3000, used: 2000, capacity: 4000"),
             "{pod}"
         );
-        assert_eq!(world.check_idle(), Ok(()));
+        assert_eq!(world.check_converged(), Ok(()));
         world.delete_pod("done");
         pause().await;
         let pod = world.object("grows");
         let status = &pod["status"]["containerStatuses"][0];
         assert_eq!(status["resources"]["requests"]["cpu"], "3", "{pod}");
-        assert_eq!(world.check_idle(), Ok(()));
+        assert_eq!(world.check_converged(), Ok(()));
         assert_eq!(world.broken(), Ok(()));
         agent.abort();
     });

@@ -56,7 +56,7 @@ pub(super) fn runtime(
 /// report its driver leaves the choice to the configuration (KEP-4033); a metric then announces that Kubernetes will stop
 /// supporting the runtime.
 async fn driver(runtime: &dyn Runtime, config: &Config, metrics: &super::Metrics) -> Driver {
-    let mut said = false;
+    let mut is_logged = false;
     loop {
         match runtime.systemd_cgroups().await {
             Ok(answer) => {
@@ -70,7 +70,7 @@ async fn driver(runtime: &dyn Runtime, config: &Config, metrics: &super::Metrics
                 };
             }
             Err(error) => {
-                if !std::mem::replace(&mut said, true) {
+                if !std::mem::replace(&mut is_logged, true) {
                     tracing::error!(%error, endpoint = config.runtime_endpoint, "the container runtime does not answer; is it running? retrying");
                 }
                 tokio::time::sleep(Duration::from_millis(200)).await;
@@ -80,7 +80,7 @@ async fn driver(runtime: &dyn Runtime, config: &Config, metrics: &super::Metrics
 }
 
 /// Creates the directories that other programs expect to exist: CSI drivers mount `plugins` and `plugins_registry`.
-fn make_directories(config: &Config) -> anyhow::Result<()> {
+fn create_directories(config: &Config) -> anyhow::Result<()> {
     for dir in [
         config.root_dir.clone(),
         config.root_dir.join("pods"),
@@ -99,7 +99,7 @@ fn make_directories(config: &Config) -> anyhow::Result<()> {
 }
 
 /// The names and addresses for the Node object, as far as the agent determines them without a cloud provider.
-fn first_reported(config: &Config, ips: &[String]) -> Vec<NodeAddress> {
+fn initial_addresses(config: &Config, ips: &[String]) -> Vec<NodeAddress> {
     let own = addresses(Sources {
         name: &config.node_name,
         ips,
@@ -130,7 +130,7 @@ fn share_mounts(config: &Config) {
 }
 
 /// Shares the mounts of volumes and of network namespaces with other mount namespaces.
-async fn share_all(config: &Config, runtime: &dyn Runtime) {
+async fn share_mounts_and_namespaces(config: &Config, runtime: &dyn Runtime) {
     share_mounts(config);
     share_namespaces(runtime).await;
 }
@@ -215,7 +215,7 @@ fn host(
 }
 
 /// Logs configuration fields that were read but have no effect.
-fn log_unread(config: &Config) {
+fn warn_unread_fields(config: &Config) {
     for what in &config.unread {
         tracing::warn!(
             what,
@@ -233,8 +233,8 @@ fn log_unread(config: &Config) {
 /// Builds the agent. Waits for the runtime; errors are those of configuration, credentials and this machine.
 pub async fn build(config: Config) -> anyhow::Result<Agent> {
     super::node::machine::prepare(&config)?;
-    log_unread(&config);
-    make_directories(&config)?;
+    warn_unread_fields(&config);
+    create_directories(&config)?;
     let managers = super::node::managers::start(&config)?;
     let metrics = metrics();
     let counted = Arc::clone(&metrics);
@@ -261,32 +261,32 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let rotated = connections.as_ref().filter(|_| config.rotate_certificates);
     let renewal = rotated.map(|Connections { client, .. }| {
         let kept = credentials::Renewed::client(&config, is_due);
-        let keep = credentials::keep(kept, client.clone(), clock, Arc::clone(&metrics));
+        let keep = credentials::renew_when_due(kept, client.clone(), clock, Arc::clone(&metrics));
         AbortOnDropHandle::new(tokio::spawn(keep))
     });
     let node_ips = watch::channel(network::first_addresses(&config).await).0;
-    let node_addresses = watch::channel(first_reported(&config, &node_ips.borrow())).0;
+    let node_addresses = watch::channel(initial_addresses(&config, &node_ips.borrow())).0;
     if config.serving.asks_for_certificate
         && let Some(Connections { client, .. }) = &connections
     {
         let kept = credentials::Renewed::serving(&config, node_addresses.subscribe());
         let (client, metrics) = (client.clone(), Arc::clone(&metrics));
-        tokio::spawn(credentials::keep(kept, client, clock, metrics));
+        tokio::spawn(credentials::renew_when_due(kept, client, clock, metrics));
     }
     let driver = driver(&*runtime, &config, &metrics).await;
-    share_all(&config, &*runtime).await;
+    share_mounts_and_namespaces(&config, &*runtime).await;
     let host = host(&config, driver, &metrics)?;
     let machine = Machine::read(&config.root_dir);
     let resolver = network::resolver(&config, &node_ips.borrow());
     let ControlPlane { api, pods, nodes } = match connections {
-        Some(connections) => ControlPlane::by(connections, &config.node_name, keeper.as_ref()),
+        Some(connections) => ControlPlane::new(connections, &config.node_name, keeper.as_ref()),
         None => ControlPlane::none(),
     };
     let (ledger, requests) = super::node::ledger::channel(managers);
     let (network, network_state) = watch::channel(Network::Unknown);
     let starts = super::Starts::for_processors(machine.cpus);
-    let (pace, lull) = (config.event_pace, starts.lull());
-    let events = Events::start(Arc::clone(&api), &config.node_name, clock, pace, lull);
+    let (pace, idle_gate) = (config.event_pace, starts.idle_gate());
+    let events = Events::start(Arc::clone(&api), &config.node_name, clock, pace, idle_gate);
     if let Some(warning) = crate::core::pod::dns::check_host(&resolver) {
         events.node(
             &config.node_name,
@@ -319,7 +319,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         metrics,
         dialer: Arc::new(crate::probes::Network),
         journals: Journals::default(),
-        pulse: super::Pulse::default(),
+        heartbeats: super::Heartbeats::default(),
         csi: super::Csi::new(&config.root_dir),
         disks: super::AttachedDisks::new(&config.root_dir),
         devices: super::DeviceManager::new(&config.device_plugin_dir, clock.now()),
@@ -328,7 +328,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         started: clock.now(),
         config,
     });
-    tokio::spawn(network::follow(Arc::clone(&context)));
+    tokio::spawn(network::run(Arc::clone(&context)));
     if context.config.iptables_chains {
         tokio::spawn(firewall::keep_chains());
     }

@@ -24,19 +24,19 @@ use crate::kubeapi::pace::Pace;
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Plan {
     /// Running pods that keep all their containers.
-    kept: Vec<String>,
+    unchanged: Vec<String>,
     /// Containers of running pods that would be stopped, each with the reason.
-    disturbed: Vec<String>,
+    with_stopped_containers: Vec<String>,
     /// Pods that would be started.
-    started: Vec<String>,
+    to_start: Vec<String>,
     /// Pods that only the runtime has; they would be stopped.
-    ended: Vec<String>,
+    to_stop: Vec<String>,
     /// Static pods whose manifest changed: they would be stopped and started under another uid.
-    replaced: Vec<String>,
+    to_replace: Vec<String>,
 }
 
 /// Returns the containers of a running pod that a start would stop, with the reason for each. Pure.
-fn stopped(pod: &Pod, observed: &ObservedPod) -> Vec<String> {
+fn containers_to_stop(pod: &Pod, observed: &ObservedPod) -> Vec<String> {
     let health = Health {
         probed: &Probed::default(),
         wanted: &resize::wanted(pod),
@@ -65,11 +65,11 @@ fn plan(wanted: &[Pod], running: &[(ListedPod, ObservedPod)]) -> Plan {
         .filter(|p| !pod::is_mirror(p) && !pod::is_terminal(p))
     {
         match running.iter().find(|(r, _)| r.uid == pod::uid(pod)) {
-            Some((_, observed)) => match stopped(pod, observed) {
-                none if none.is_empty() => plan.kept.push(pod::full_name(pod)),
-                mut some => plan.disturbed.append(&mut some),
+            Some((_, observed)) => match containers_to_stop(pod, observed) {
+                none if none.is_empty() => plan.unchanged.push(pod::full_name(pod)),
+                mut some => plan.with_stopped_containers.append(&mut some),
             },
-            None => plan.started.push(pod::full_name(pod)),
+            None => plan.to_start.push(pod::full_name(pod)),
         }
     }
     for (pod, _) in running
@@ -77,17 +77,17 @@ fn plan(wanted: &[Pod], running: &[(ListedPod, ObservedPod)]) -> Plan {
         .filter(|(r, _)| !wanted.iter().any(|w| pod::uid(w) == r.uid))
     {
         let name = full_name_of(&pod.namespace, &pod.name);
-        match plan.started.iter().position(|started| *started == name) {
-            Some(place) => plan.replaced.push(plan.started.remove(place)),
-            None => plan.ended.push(name),
+        match plan.to_start.iter().position(|started| *started == name) {
+            Some(place) => plan.to_replace.push(plan.to_start.remove(place)),
+            None => plan.to_stop.push(name),
         }
     }
     for list in [
-        &mut plan.kept,
-        &mut plan.disturbed,
-        &mut plan.started,
-        &mut plan.ended,
-        &mut plan.replaced,
+        &mut plan.unchanged,
+        &mut plan.with_stopped_containers,
+        &mut plan.to_start,
+        &mut plan.to_stop,
+        &mut plan.to_replace,
     ] {
         list.sort();
     }
@@ -126,7 +126,7 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
         running.push((pod, observed));
     }
     let statics = static_uids::of_observed(&running);
-    let mut wanted: Vec<Pod> = sources::once(config, statics).map_err(anyhow::Error::msg)?;
+    let mut wanted: Vec<Pod> = sources::read_once(config, statics).map_err(anyhow::Error::msg)?;
     let _ = writeln!(report, "Static pods: {}.", wanted.len());
     match &config.kubeconfig {
         None => report.push_str("No kubeconfig: only static pods would run.\n"),
@@ -152,19 +152,19 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
     }
     let plan = plan(&wanted, &running);
     for (what, pods) in [
-        ("would keep running", &plan.kept),
+        ("would keep running", &plan.unchanged),
         (
             "would keep running with restarted containers",
-            &plan.disturbed,
+            &plan.with_stopped_containers,
         ),
         (
             "would be replaced under another uid: their manifests have changed since they started",
-            &plan.replaced,
+            &plan.to_replace,
         ),
-        ("would be started", &plan.started),
+        ("would be started", &plan.to_start),
         (
             "would be stopped: the runtime has them, but no source defines them",
-            &plan.ended,
+            &plan.to_stop,
         ),
     ] {
         let names = if pods.is_empty() {
@@ -261,13 +261,13 @@ mod tests {
         assert_eq!(
             plan,
             Plan {
-                kept: vec!["a_n".into()],
-                started: vec!["b_n".into()],
-                ended: vec!["d_n".into()],
-                disturbed: vec![
+                unchanged: vec!["a_n".into()],
+                to_start: vec!["b_n".into()],
+                to_stop: vec!["d_n".into()],
+                with_stopped_containers: vec![
                     "e_n (c: Container c definition changed, will be restarted)".into()
                 ],
-                replaced: vec!["f_n".into()],
+                to_replace: vec!["f_n".into()],
             }
         );
     }

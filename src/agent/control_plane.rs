@@ -42,7 +42,7 @@ impl Connections {
         let answers = Answers::default();
         let noted = answers.clone();
         let report: Report = Arc::new(move |method, host, code, took| {
-            counted.requested(method, host, code, took);
+            counted.api_request(method, host, code, took);
             noted.record(code);
             if let (Some(keeper), Some(200..300)) = (&confirmed, code) {
                 keeper.confirm();
@@ -71,7 +71,7 @@ pub(super) struct ControlPlane {
 
 impl ControlPlane {
     /// Uses these connections. If there is a keeper, the API's answers are stored for an offline start.
-    pub(super) fn by(
+    pub(super) fn new(
         connections: Connections,
         node_name: &str,
         keeper: Option<&Keeper>,

@@ -29,13 +29,13 @@ use crate::sys::{cgroup, file, netns, ports};
 /// Timeout for an answer of the runtime or the apiserver.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Size limit for certificate and network configuration files, in bytes.
-const LIMIT: u64 = 1 << 20;
+const MAX_FILE_SIZE: u64 = 1 << 20;
 
 /// Runs all checks and returns the findings.
 pub async fn run(config: &Config, clock: Clock) -> Vec<Finding> {
     let api = api(config, clock).await;
     diagnose(&Facts {
-        configuration: unheard(config),
+        configuration: ignored_fields(config),
         api,
         ports: listening(config)
             .into_iter()
@@ -51,7 +51,7 @@ pub async fn run(config: &Config, clock: Clock) -> Vec<Finding> {
 
 /// Runs the cheap local checks during startup, and logs each error that keeps pods from running. Covers only problems
 /// that the agent does not report otherwise. Runs in the background; the start does not wait.
-pub fn at_start(config: &Config) {
+pub fn log_errors_at_startup(config: &Config) {
     let config = config.clone();
     tokio::spawn(async move {
         let findings = diagnose(&local(&config, Clock::system()).await);
@@ -70,13 +70,16 @@ pub fn at_start(config: &Config) {
 /// Collects facts about the machine and the runtime. Leaves out the
 /// apiserver, and the ports, which the agent itself uses.
 async fn local(config: &Config, clock: Clock) -> Facts {
-    let told = runtime(config).await;
-    let images = told.as_ref().ok().and_then(|told| told.images.clone());
-    let network = told
+    let report = runtime(config).await;
+    let images = report
         .as_ref()
         .ok()
-        .and_then(|told| pod_network(&told.details));
-    let runtime = told.map(|told| told.facts);
+        .and_then(|report| report.images.clone());
+    let network = report
+        .as_ref()
+        .ok()
+        .and_then(|report| pod_network(&report.details));
+    let runtime = report.map(|report| report.facts);
     let node_ips = network::addresses(config).await.unwrap_or_default();
     let resolver = network::try_resolver(config, &node_ips).map_err(|e| e.to_string());
     Facts {
@@ -102,7 +105,7 @@ async fn local(config: &Config, clock: Clock) -> Facts {
     }
 }
 
-fn unheard(config: &Config) -> Vec<String> {
+fn ignored_fields(config: &Config) -> Vec<String> {
     let ignored = config.not_honoured.iter();
     ignored
         .map(|field| format!("{field} is read but not honoured by this version"))
@@ -128,38 +131,38 @@ fn bridge_filters() -> Option<bool> {
 }
 
 /// Facts about the runtime.
-struct Told {
+struct RuntimeReport {
     facts: RuntimeFacts,
     details: Details,
     /// The directory of the runtime's images, if reported.
     images: Option<PathBuf>,
 }
 
-async fn runtime(config: &Config) -> Result<Told, String> {
+async fn runtime(config: &Config) -> Result<RuntimeReport, String> {
     let client = super::assembly::runtime(config, None)?;
     let begun = Instant::now();
     let late = |_| format!("no answer within {} s", ANSWER_TIMEOUT.as_secs());
-    let asked = timeout(ANSWER_TIMEOUT, client.status())
+    let answer = timeout(ANSWER_TIMEOUT, client.status())
         .await
         .map_err(late)?;
-    let status = asked.map_err(|e| e.to_string())?;
+    let status = answer.map_err(|e| e.to_string())?;
     let took = begun.elapsed();
-    let asked = timeout(ANSWER_TIMEOUT, client.systemd_cgroups())
+    let answer = timeout(ANSWER_TIMEOUT, client.systemd_cgroups())
         .await
         .map_err(late)?;
     // Optional facts: not every runtime reports them, and checks on missing facts are skipped.
-    let more = timeout(ANSWER_TIMEOUT, more(&client)).await;
-    let (details, sandbox_image, images) = more.unwrap_or_default();
+    let optional_facts = timeout(ANSWER_TIMEOUT, optional_facts(&client)).await;
+    let (details, sandbox_image, images) = optional_facts.unwrap_or_default();
     let facts = RuntimeFacts {
         version: status.version,
         not_ready: status.not_ready,
         network_not_ready: status.network_not_ready,
-        systemd_cgroups: asked.map_err(|e| e.to_string())?,
+        systemd_cgroups: answer.map_err(|e| e.to_string())?,
         handler_systemd: details.systemd,
         sandbox_image,
         took,
     };
-    Ok(Told {
+    Ok(RuntimeReport {
         facts,
         details,
         images,
@@ -167,7 +170,7 @@ async fn runtime(config: &Config) -> Result<Told, String> {
 }
 
 /// The runtime's configuration, its sandbox image with whether the image is present, and the directory of its images.
-async fn more(client: &CriClient) -> (Details, Option<(String, bool)>, Option<PathBuf>) {
+async fn optional_facts(client: &CriClient) -> (Details, Option<(String, bool)>, Option<PathBuf>) {
     let details = Details::of(&client.configuration().await.unwrap_or_default());
     let mut sandbox_image = None;
     if let Some(name) = &details.sandbox_image
@@ -192,7 +195,7 @@ fn pod_network(details: &Details) -> Option<NetworkFacts> {
     let first = files.filter(is_configuration).min();
     let has = |kind: &String| details.bin_dirs.iter().any(|dir| dir.join(kind).exists());
     let first = first.map(|file| {
-        let text = file::read_text(&file, LIMIT).map_err(|e| e.to_string());
+        let text = file::read_text(&file, MAX_FILE_SIZE).map_err(|e| e.to_string());
         let content = text.and_then(|text| parse_network(&text));
         let content = content.map(|(name, kinds)| {
             let known = kinds.into_iter().map(|kind| {
@@ -218,9 +221,9 @@ async fn api(config: &Config, clock: Clock) -> Option<Result<ApiFacts, String>> 
         Some(bootstraps) => (bootstraps, None),
         None => (path, credentials::own_pair(config)),
     };
-    let asked = timeout(ANSWER_TIMEOUT, ask_api(path, own, &config.node_name, clock)).await;
+    let answer = timeout(ANSWER_TIMEOUT, ask_api(path, own, &config.node_name, clock)).await;
     let answer =
-        asked.unwrap_or_else(|_| Err(format!("nothing within {} s", ANSWER_TIMEOUT.as_secs())));
+        answer.unwrap_or_else(|_| Err(format!("nothing within {} s", ANSWER_TIMEOUT.as_secs())));
     Some(answer.map(|facts| ApiFacts {
         registers_after: config.register_node.then_some(REGISTER_AGAIN_AFTER),
         ..facts
@@ -277,7 +280,8 @@ fn certificates(config: &Config) -> Vec<Certificate> {
         ("client", Pair::client(&config.cert_dir).current()),
         ("serving", serving),
     ];
-    let read = |path: &PathBuf| signing::lifetime(file::read_text(path, LIMIT).ok()?.as_bytes());
+    let read =
+        |path: &PathBuf| signing::lifetime(file::read_text(path, MAX_FILE_SIZE).ok()?.as_bytes());
     files
         .into_iter()
         .filter_map(|(purpose, path)| {

@@ -13,7 +13,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
 use self::poster::{ApiSink, EventSink, Poster};
-use super::pod::starts::Lull;
+use super::pod::starts::IdleGate;
 use crate::core::lock::lock;
 use crate::core::repeated::RepeatedFailures;
 use crate::core::volume::claims::Grown;
@@ -24,7 +24,7 @@ use crate::sys::clock::Clock;
 const MAX_QUEUED: usize = 1024;
 
 /// Maximum time to flush queued events during shutdown.
-const FLUSH: Duration = Duration::from_secs(1);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The `type` of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -36,17 +36,17 @@ pub enum Kind {
 }
 
 /// Limit for pending sets of annotations, one for each pod and reason.
-const NOTES: usize = 64;
+const MAX_PENDING_ANNOTATIONS: usize = 64;
 
 /// Annotations for future events, by the pod's uid and the event's reason.
-type Notes = HashMap<(String, String), BTreeMap<String, String>>;
+type PendingAnnotations = HashMap<(String, String), BTreeMap<String, String>>;
 
 #[derive(Debug)]
 struct Emitted {
     /// The time of the occurrence, which the event reports even if posted later.
-    at: Timestamp,
+    occurred_at: Timestamp,
     /// The same time on the monotonic clock.
-    came: Instant,
+    queued_at: Instant,
     about: ObjectReference,
     kind: Kind,
     reason: String,
@@ -93,7 +93,7 @@ pub struct Events {
     queue: mpsc::Sender<Emitted>,
     flushes: mpsc::Sender<oneshot::Sender<()>>,
     clock: Clock,
-    notes: Arc<Mutex<Notes>>,
+    pending_annotations: Arc<Mutex<PendingAnnotations>>,
     dropped: Dropped,
 }
 
@@ -107,58 +107,58 @@ impl Events {
         node: &str,
         clock: Clock,
         pace: (f64, f64),
-        lull: Lull,
+        idle_gate: IdleGate,
     ) -> Events {
-        Events::over(Arc::new(ApiSink(api)), node, clock, pace, lull)
+        Events::with_sink(Arc::new(ApiSink(api)), node, clock, pace, idle_gate)
     }
 
-    fn over(
+    fn with_sink(
         sink: Arc<dyn EventSink>,
         node: &str,
         clock: Clock,
         pace: (f64, f64),
-        lull: Lull,
+        idle_gate: IdleGate,
     ) -> Events {
         let (queue, emitted) = mpsc::channel(MAX_QUEUED / 2);
         let (flushes, flush) = mpsc::channel(1);
         let dropped = Dropped::new(clock);
         let poster = Poster::new(node, clock, pace, dropped.clone());
-        tokio::spawn(poster::run(sink, poster, emitted, flush, lull));
+        tokio::spawn(poster::run(sink, poster, emitted, flush, idle_gate));
         Events {
             queue,
             flushes,
             clock,
-            notes: Arc::default(),
+            pending_annotations: Arc::default(),
             dropped,
         }
     }
 
     /// Events without a poster, and a function that returns the messages emitted since its last call.
     #[cfg(test)]
-    pub(super) fn heard() -> (Events, impl FnMut() -> Vec<String>) {
-        let (queue, mut said) = mpsc::channel(MAX_QUEUED);
+    pub(super) fn recorded() -> (Events, impl FnMut() -> Vec<String>) {
+        let (queue, mut emitted) = mpsc::channel(MAX_QUEUED);
         let events = Events {
             queue,
             flushes: mpsc::channel(1).0,
             clock: Clock::system(),
-            notes: Arc::default(),
+            pending_annotations: Arc::default(),
             dropped: Dropped::new(Clock::system()),
         };
         let heard = move || {
-            let next = || said.try_recv().ok().map(|said| said.message);
+            let next = || emitted.try_recv().ok().map(|event| event.message);
             std::iter::from_fn(next).collect()
         };
         (events, heard)
     }
 
-    fn say(&self, about: ObjectReference, kind: Kind, reason: &str, message: impl Into<String>) {
+    fn emit(&self, about: ObjectReference, kind: Kind, reason: &str, message: impl Into<String>) {
         let (reason, message) = (reason.to_owned(), message.into());
         tracing::debug!(object = about.name, reason, message, "event");
         let key = (about.uid.clone().unwrap_or_default(), reason.clone());
-        let annotations = self.notes().remove(&key);
+        let annotations = self.pending_annotations().remove(&key);
         let sent = self.queue.try_send(Emitted {
-            at: self.clock.now(),
-            came: Instant::now(),
+            occurred_at: self.clock.now(),
+            queued_at: Instant::now(),
             about,
             kind,
             reason,
@@ -170,7 +170,7 @@ impl Events {
         }
     }
 
-    /// Posts queued events, for at most [`FLUSH`].
+    /// Posts queued events, for at most [`FLUSH_TIMEOUT`].
     pub async fn flush(&self) {
         let (done, posted) = oneshot::channel();
         let flush = async {
@@ -179,23 +179,23 @@ impl Events {
                 let _ = posted.await;
             }
         };
-        if tokio::time::timeout(FLUSH, flush).await.is_err() {
+        if tokio::time::timeout(FLUSH_TIMEOUT, flush).await.is_err() {
             tracing::warn!("the last events were not posted before the shutdown timeout");
         }
     }
 
-    fn notes(&self) -> MutexGuard<'_, Notes> {
-        lock(&self.notes)
+    fn pending_annotations(&self) -> MutexGuard<'_, PendingAnnotations> {
+        lock(&self.pending_annotations)
     }
 
     /// Sets the annotations of the pod's next event with this reason. Empty annotations cancel an earlier call.
     pub fn annotate(&self, uid: &str, reason: &str, annotations: BTreeMap<String, String>) {
         let key = (uid.to_owned(), reason.to_owned());
-        let mut notes = self.notes();
+        let mut pending_annotations = self.pending_annotations();
         if annotations.is_empty() {
-            notes.remove(&key);
-        } else if notes.len() < NOTES {
-            notes.insert(key, annotations);
+            pending_annotations.remove(&key);
+        } else if pending_annotations.len() < MAX_PENDING_ANNOTATIONS {
+            pending_annotations.insert(key, annotations);
         }
     }
 
@@ -215,7 +215,7 @@ impl Events {
             field_path: container,
             ..object("Pod", &pod.name_any())
         };
-        self.say(about, kind, reason, message);
+        self.emit(about, kind, reason, message);
     }
 
     /// Emits an event about the claim of a volume that is being expanded.
@@ -226,7 +226,7 @@ impl Events {
             uid: of.uid.clone(),
             ..object("PersistentVolumeClaim", &of.claim)
         };
-        self.say(about, kind, reason, message);
+        self.emit(about, kind, reason, message);
     }
 
     /// Emits an event about a persistent volume.
@@ -237,12 +237,12 @@ impl Events {
         reason: &str,
         message: impl Into<String>,
     ) {
-        self.say(object("PersistentVolume", name), kind, reason, message);
+        self.emit(object("PersistentVolume", name), kind, reason, message);
     }
 
     /// Emits an event about the node.
     pub fn node(&self, name: &str, kind: Kind, reason: &str, message: impl Into<String>) {
-        self.say(object("Node", name), kind, reason, message);
+        self.emit(object("Node", name), kind, reason, message);
     }
 }
 

@@ -150,7 +150,7 @@ impl Metrics {
     }
 
     /// Records one sync of a pod worker.
-    pub fn worked(&self, operation: &str, took: Duration) {
+    pub fn sync_completed(&self, operation: &str, took: Duration) {
         self.with(|r| r.observe(WORKER, USUAL, &[operation], took.as_secs_f64()));
     }
 
@@ -184,7 +184,7 @@ impl Metrics {
     }
 
     /// Counts containers that are terminated in `now` but were not in `before`.
-    pub fn containers_ended(&self, before: Option<&PodStatus>, now: &PodStatus) {
+    pub fn containers_terminated(&self, before: Option<&PodStatus>, now: &PodStatus) {
         type List = fn(&PodStatus) -> &Option<Vec<ContainerStatus>>;
         let lists: [(&str, List); 3] = [
             ("init_container", |s| &s.init_container_statuses),
@@ -269,7 +269,7 @@ impl Metrics {
     }
 
     /// Counts `sleep` hooks that were cut short.
-    pub fn sleep_cut(&self) {
+    pub fn sleep_hook_interrupted(&self) {
         self.with(|r| r.count(SLEEPS_CUT, &[], 1));
     }
 
@@ -440,14 +440,14 @@ impl Metrics {
     }
 
     /// Counts a pod whose containers require different SELinux labels for one volume of this access mode.
-    pub fn several_labels(&self, access_mode: &str, is_error: bool) {
+    pub fn conflicting_labels(&self, access_mode: &str, is_error: bool) {
         let family = SELINUX_POD[usize::from(!is_error)];
         self.with(|r| r.add(family, &[access_mode], 1.0));
     }
 
     /// Records the SELinux label, or `None`, that a pod requires for a volume of this plugin and access mode. If all
     /// pods must use the volume with the same label, a different label is an error.
-    pub fn labelled(
+    pub fn label_admitted(
         &self,
         uid: &str,
         volume: &str,
@@ -497,7 +497,7 @@ impl Metrics {
     }
 
     /// Records a request to the apiserver; `code` is `None` if there was no answer.
-    pub fn requested(&self, method: &str, host: &str, code: Option<u16>, took: Duration) {
+    pub fn api_request(&self, method: &str, host: &str, code: Option<u16>, took: Duration) {
         let code = code.map_or_else(|| "<error>".to_owned(), |c| c.to_string());
         self.with(|r| {
             r.count(CLIENT, &[&code, method, host], 1);
@@ -526,7 +526,7 @@ impl Metrics {
     }
 
     /// Records the first sync of a pod: its number of containers, and the seconds since the agent first observed it.
-    pub fn pod_begun(&self, containers: usize, after: f64) {
+    pub fn first_sync(&self, containers: usize, after: f64) {
         self.with(|r| {
             r.observe(CONTAINERS, COUNTS, &[], containers as f64);
             r.observe(WORKER_START, USUAL, &[], after);
@@ -543,7 +543,7 @@ impl Metrics {
     }
 
     /// Records a listing of the runtime's pods; `now` is in seconds since 1970.
-    pub fn listed(&self, now: f64, took: Duration, since_last: Option<Duration>) {
+    pub fn runtime_listed(&self, now: f64, took: Duration, since_last: Option<Duration>) {
         self.with(|r| {
             r.set(LISTED, now);
             r.observe(RELIST, USUAL, &[], took.as_secs_f64());
@@ -561,14 +561,14 @@ impl Metrics {
         path: &'static str,
         server: &'static str,
         long: bool,
-    ) -> Answering {
+    ) -> RequestInFlight {
         let long = if long { "true" } else { "false" };
         let labels = [method, path, server, long];
         self.with(|r| {
             r.count(HTTP, &labels, 1);
             r.add(HTTP_NOW, &labels, 1.0);
         });
-        Answering {
+        RequestInFlight {
             metrics: Arc::clone(self),
             labels,
             begun: Instant::now(),
@@ -591,7 +591,7 @@ impl Metrics {
     }
 
     /// Removes the probe metrics of a deleted pod.
-    pub fn gone(&self, pod: &Pod) {
+    pub fn remove_pod(&self, pod: &Pod) {
         let mut probes = lock(&self.probes);
         probes.forget(PROBES, &[("pod_uid", pod::uid(pod))]);
         let key = (pod.namespace().unwrap_or_default(), pod.name_any());
@@ -617,13 +617,13 @@ impl Metrics {
 
 /// An HTTP request in flight.
 #[derive(Debug)]
-pub struct Answering {
+pub struct RequestInFlight {
     metrics: Arc<Metrics>,
     labels: [&'static str; 4],
     begun: Instant,
 }
 
-impl Drop for Answering {
+impl Drop for RequestInFlight {
     fn drop(&mut self) {
         self.metrics.with(|r| {
             r.add(HTTP_NOW, &self.labels, -1.0);
@@ -652,10 +652,10 @@ mod tests {
         let ended = serde_json::json!({"terminated": {"exitCode": 137, "reason": "OOMKilled"}});
         let (runs, ended) = (status(serde_json::json!({"running": {}})), status(ended));
         let metrics = Metrics::default();
-        metrics.containers_ended(None, &runs);
+        metrics.containers_terminated(None, &runs);
         assert!(!written(&metrics).contains("terminated_containers"));
         for before in [&runs, &ended, &ended] {
-            metrics.containers_ended(Some(before), &ended);
+            metrics.containers_terminated(Some(before), &ended);
         }
         let line = "kubelet_terminated_containers_total{container_type=\"container\",exit_code=\"137\",reason=\"OOMKilled\"} 1\n";
         assert!(written(&metrics).contains(line), "{}", written(&metrics));
@@ -725,15 +725,15 @@ mod tests {
         };
         probed("old");
         probed("new");
-        metrics.gone(&pod("old"));
+        metrics.remove_pod(&pod("old"));
         assert_eq!(count(), Some(2), "a newer pod of this name is probed");
         probed("new");
         assert_eq!(count(), Some(3));
-        metrics.gone(&pod("new"));
+        metrics.remove_pod(&pod("new"));
         assert_eq!(count(), None);
         // The removal of a pod without probes changes nothing.
         probed("third");
-        metrics.gone(&pod("fourth"));
+        metrics.remove_pod(&pod("fourth"));
         assert_eq!(count(), Some(1));
     }
 

@@ -41,8 +41,8 @@ use node::claims::register as register_resource_driver;
 use node::devices::register as register_device_plugin;
 pub use node::ledger::{self, LedgerHandle};
 pub use node::{ClaimManager, DeviceManager, KubeNodes, NodeApi, NodeChange, OwnNode};
+pub use pod::heartbeats::Heartbeats;
 pub use pod::journal::Journals;
-pub use pod::pulse::Pulse;
 pub use pod::sources::Statics;
 pub use pod::starts::Starts;
 pub use serving::local::SOCKET;
@@ -107,7 +107,7 @@ pub struct Context {
     /// Network access for probes and hooks.
     pub dialer: Arc<dyn Dialer>,
     /// Heartbeats of the dispatcher and of the runtime's listing.
-    pub pulse: Pulse,
+    pub heartbeats: Heartbeats,
     /// The steps taken for each pod.
     pub journals: Journals,
     /// Limits how many sandboxes start at the same time.
@@ -179,7 +179,7 @@ impl Agent {
         let sessions = serving::Sessions::default();
         let stopped = until_drained(stop, sessions.clone(), self.context.events.clone());
         let (hints, hinted) = tokio::sync::mpsc::channel(1024);
-        let seen = pod::relist::Seen::default();
+        let seen = pod::relist::ObservedFingerprints::default();
         let context = Arc::clone(&self.context);
         let (roster, known) = watch::channel(pod::dispatch::Roster::default());
         let devices = Box::pin(node::devices::run(
@@ -194,7 +194,7 @@ impl Agent {
         ));
         let slices = Box::pin(node::slices::run(Arc::clone(&context)));
         if let Some(keeper) = &self.keeper {
-            tokio::spawn(node::seal(Arc::clone(&context), keeper.clone()));
+            tokio::spawn(node::store_node(Arc::clone(&context), keeper.clone()));
         }
         let pod_resources = Box::pin(serving::pod_resources::run(Arc::clone(&context)));
         let clearing = pod::orphans::Clearing::default();
@@ -217,7 +217,7 @@ impl Agent {
             known.clone(),
             clearing,
         ));
-        let binding = Box::pin(node::managers::keep(Arc::clone(&context), known.clone()));
+        let binding = Box::pin(node::managers::run(Arc::clone(&context), known.clone()));
         let mirrors = pod::orphans::delete_mirrors(Arc::clone(&context), known.clone());
         let mirrors = Box::pin(mirrors);
         let shutdown = node::shutdown::run(Arc::clone(&context), self.announcer, hints.clone());

@@ -20,7 +20,7 @@ fn api_pods_wait_for_the_node_object_and_static_pods_do_not() {
         world.add_manifest();
         seconds(20).await;
         let late = world.uid("late");
-        assert_eq!(world.requested_sandbox(&late), 0);
+        assert_eq!(world.sandbox_requests(&late), 0);
         assert_eq!(world.sandboxes(), 1, "only the sandbox of the static pod");
         world.freeze(false);
         seconds(20).await;
@@ -63,7 +63,7 @@ fn a_deleted_node_is_registered_again_after_its_removed_pods_stop() {
             seconds(20).await;
             let removed = world.uid("removed");
             if hangs {
-                world.hang(&removed);
+                world.hang_calls_of(&removed);
             }
             world.delete_node();
             world.remove_by_force("removed");
@@ -72,7 +72,7 @@ fn a_deleted_node_is_registered_again_after_its_removed_pods_stop() {
             seconds(25).await;
             if hangs {
                 assert_eq!(world.registrations(), 0, "its pod is still running");
-                world.answer();
+                world.release_calls();
                 seconds(60).await;
             }
             assert_eq!(world.registrations(), 1);

@@ -13,14 +13,14 @@ fn a_lasting_fault_causes_few_status_writes() {
         let agent = world.start_agent();
         tokio::time::sleep(Duration::from_secs(5)).await;
         world.break_plugin(true);
-        world.silence_far(Duration::from_secs(3600), true);
+        world.hang_remote(Duration::from_secs(3600), true);
         for n in 0..20 {
             world.create_steady_pod(&format!("p{n}"));
         }
-        world.create_far_pod("far");
+        world.create_remote_pod("far");
         tokio::time::sleep(Duration::from_secs(70)).await;
         for minute in 0..5 {
-            let writes = world.most_for_a_pod("patch_status");
+            let writes = world.max_calls_for_a_pod("patch_status");
             assert!(writes <= 2, "minute {minute}: {writes}");
             let status = world.object("p0")["status"].to_string();
             assert!(
@@ -32,7 +32,7 @@ fn a_lasting_fault_causes_few_status_writes() {
         }
         assert!(world.has_event("p0", "FailedCreatePodSandBox"));
         world.break_plugin(false);
-        world.answer_far();
+        world.resume_remote();
         tokio::time::sleep(Duration::from_secs(20)).await;
         assert_eq!(world.not_in_phase("Running"), Vec::<String>::new());
         agent.abort();

@@ -55,7 +55,7 @@ fn failing_upkeep_does_not_block_a_running_pod() {
             tokio::time::sleep(Duration::from_secs(120)).await;
             world.change_all_objects();
             tokio::time::sleep(Duration::from_secs(5)).await;
-            assert_eq!(world.shows("web", "m0").as_deref(), Some("2"));
+            assert_eq!(world.volume_version("web", "m0").as_deref(), Some("2"));
             world.exit_some_container();
             tokio::time::sleep(Duration::from_secs(5)).await;
             assert_eq!(world.starts_of("web", "c0"), 2);
@@ -87,14 +87,14 @@ fn a_deleted_pod_does_not_wait_for_a_hanging_network_plugin() {
             let world = World::new(seed);
             let agent = world.start_agent();
             tokio::time::sleep(Duration::from_secs(5)).await;
-            world.stall_network(true);
+            world.hang_network(true);
             world.create_steady_pod("slow");
             if seed % 2 == 0 {
                 world.put_finalizer("slow");
             }
             tokio::time::sleep(Duration::from_secs(5)).await;
             let uid = world.uid("slow");
-            assert_eq!(world.requested_sandbox(&uid), 1, "seed {seed}");
+            assert_eq!(world.sandbox_requests(&uid), 1, "seed {seed}");
             world.delete_pod("slow");
             tokio::time::sleep(Duration::from_secs(8)).await;
             match seed % 2 {
@@ -117,15 +117,15 @@ fn during_a_pre_stop_hook_only_readiness_is_probed() {
     simulate(1, async {
         let world = World::new(1);
         let agent = world.start_agent();
-        world.create_pod_that_ends_slowly("slow", 20);
+        world.create_pod_that_stops_slowly("slow", 20);
         tokio::time::sleep(Duration::from_secs(10)).await;
-        assert!(world.asked("/s0") > 3 && world.asked("/c0") > 3);
+        assert!(world.http_requests("/s0") > 3 && world.http_requests("/c0") > 3);
         world.delete_pod("slow");
         tokio::time::sleep(Duration::from_secs(2)).await;
-        let before = (world.asked("/s0"), world.asked("/c0"));
+        let before = (world.http_requests("/s0"), world.http_requests("/c0"));
         tokio::time::sleep(Duration::from_secs(10)).await;
-        assert_eq!(world.asked("/s0"), before.0);
-        assert!(world.asked("/c0") >= before.1 + 9);
+        assert_eq!(world.http_requests("/s0"), before.0);
+        assert!(world.http_requests("/c0") >= before.1 + 9);
         assert_eq!(world.hooked_stops(), 0);
         tokio::time::sleep(Duration::from_secs(12)).await;
         assert_eq!(

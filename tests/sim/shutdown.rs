@@ -49,7 +49,7 @@ async fn shut_down(seed: u64) {
         );
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    let ends: Vec<_> = uids.iter().map(|uid| world.lived(uid).1).collect();
+    let ends: Vec<_> = uids.iter().map(|uid| world.lifetime_of(uid).1).collect();
     let first = ends[..3].iter().flatten().max();
     assert!(
         first <= ends[3].as_ref() && ends[3] <= ends[4] && ends[4].is_some(),
@@ -117,7 +117,7 @@ fn a_shutdown_does_not_wait_for_a_pod_that_never_terminates() {
         world.create_ranked_pod("stuck", 0, 5);
         world.create_ranked_pod("next", 1000, 5);
         tokio::time::sleep(Duration::from_secs(10)).await;
-        world.hang(&world.uid("stuck"));
+        world.hang_calls_of(&world.uid("stuck"));
         let begun = tokio::time::Instant::now();
         logind.announce(true);
         tokio::time::sleep(Duration::from_secs(9)).await;

@@ -26,7 +26,7 @@ fn a_mirror_that_waits_for_a_finalizer_is_deleted_once() {
             mirror["metadata"]["deletionTimestamp"].is_string(),
             "{mirror}"
         );
-        assert_eq!(world.spent("delete", "steady-node"), 1);
+        assert_eq!(world.recent_calls("delete", "steady-node"), 1);
         world.drop_all_finalizers();
         assert_eq!(world.phase("steady-node"), None);
         agent.abort();
@@ -63,7 +63,7 @@ fn a_completed_static_pod_is_replaced_by_its_next_manifest() {
                     tokio::time::sleep(Duration::from_secs(15 * (seed % 2))).await;
                 }
             }
-            assert_eq!(world.check_idle(), Ok(()));
+            assert_eq!(world.check_converged(), Ok(()));
             assert_eq!(world.broken(), Ok(()));
             agent.abort();
             world.end();
@@ -83,7 +83,7 @@ fn a_static_pod_waits_for_the_cleanup_of_its_predecessor() {
         world.power_off_and_lose_runtime();
         agent.abort();
         world.remove_all_manifests();
-        world.hang("steady-v1");
+        world.hang_calls_of("steady-v1");
         let agent = world.start_agent();
         tokio::time::sleep(Duration::from_secs(70)).await;
         world.add_manifest();
@@ -93,11 +93,11 @@ fn a_static_pod_waits_for_the_cleanup_of_its_predecessor() {
             0,
             "its directories are still being removed"
         );
-        world.answer();
+        world.release_calls();
         tokio::time::sleep(Duration::from_secs(5)).await;
         let running = Some(("Running".to_owned(), String::new()));
         assert_eq!(world.phase("steady-node"), running);
-        assert_eq!(world.check_idle(), Ok(()));
+        assert_eq!(world.check_converged(), Ok(()));
         assert_eq!(world.broken(), Ok(()));
         agent.abort();
     });
@@ -121,7 +121,7 @@ fn a_mirror_is_created_as_soon_as_the_api_answers() {
             tokio::time::sleep(Duration::from_millis(200)).await;
             assert!(world.phase("steady-node").is_some(), "no mirror");
             tokio::time::sleep(Duration::from_secs(5)).await;
-            assert_eq!(world.check_idle(), Ok(()));
+            assert_eq!(world.check_converged(), Ok(()));
             assert_eq!(world.broken(), Ok(()));
             agent.abort();
         });

@@ -15,7 +15,7 @@ impl PodApi for World {
 
     async fn patch_status(&self, _: &str, _: &str, patch: &Value) -> Result<Pod, ApiFailure> {
         let uid = patch["metadata"]["uid"].as_str().unwrap().to_owned();
-        self.state().spend("patch_status", &uid);
+        self.state().count_call("patch_status", &uid);
         let lost = self.request().await?;
         self.annotate_before_write(&uid);
         let mut state = self.state();
@@ -29,9 +29,9 @@ impl PodApi for World {
         let pod = patch::merged(&earlier, patch)?;
         state.pods.insert(uid.clone(), pod.clone());
         let phase = pod["status"]["phase"].as_str().unwrap().to_owned();
-        state.is_not_taken_back(&uid, &pod);
+        state.check_external_status_preserved(&uid, &pod);
         let runtime_uid = state.runtime_uid(&uid);
-        let earlier = state.of_this_life(&runtime_uid, earlier);
+        let earlier = state.status_to_continue(&runtime_uid, earlier);
         let live: Vec<String> = state
             .live(&runtime_uid)
             .iter()
@@ -41,10 +41,10 @@ impl PodApi for World {
             let owner = state.owners.get(&id);
             if owner != Some(&runtime_uid) {
                 let what = format!("{uid}: the status contains {id} of {owner:?}");
-                state.deny(what);
+                state.report_violation(what);
             }
         }
-        let is_ours = !state.told.contains_key(&uid);
+        let is_ours = !state.external_terminal_statuses.contains_key(&uid);
         let live = live.as_slice();
         let after = invariants::After {
             pod: &pod,
@@ -52,7 +52,7 @@ impl PodApi for World {
             is_ours,
         };
         for broken in invariants::of_status(&earlier, &after, &state.probed) {
-            state.deny(format!("{uid}: {broken}"));
+            state.report_violation(format!("{uid}: {broken}"));
         }
         let (at, status) = (self.1.now(), &pod["status"]);
         state
@@ -60,14 +60,14 @@ impl PodApi for World {
             .push(format!("{at} status {uid} {phase} {status}"));
         let before = state.final_phase.get(&uid).cloned();
         if before.as_ref().is_some_and(|b| *b != phase) {
-            state.deny(format!("{uid}: the final phase {before:?} became {phase}"));
+            state.report_violation(format!("{uid}: the final phase {before:?} became {phase}"));
         }
         // A patch of another field may be sent before its writer has seen the terminal phase in the stored status.
         let is_told = patch["status"]["phase"].is_string();
         if is_told && matches!(phase.as_str(), "Succeeded" | "Failed") {
             let reason = pod["status"]["reason"].as_str().unwrap_or_default();
             if nodes::REFUSALS.contains(&reason) {
-                state.is_refused(&uid, reason);
+                state.check_rejected(&uid, reason);
             }
             state.ended.insert(runtime_uid);
             state.final_phase.insert(uid.clone(), phase);
@@ -87,12 +87,12 @@ impl PodApi for World {
         let Some((uid, pod)) = found.map(|(uid, pod)| (uid.clone(), faults::object(pod))) else {
             return Err(ApiFailure::NotFound("gone".into()));
         };
-        state.spend("get_pod", &uid);
+        state.count_call("get_pod", &uid);
         Ok(pod)
     }
 
     async fn delete(&self, _: &str, _: &str, uid: &str) -> Result<(), ApiFailure> {
-        self.state().spend("delete", uid);
+        self.state().count_call("delete", uid);
         let lost = self.request().await?;
         let mut state = self.state();
         let Some(pod) = state.pods.get(uid).cloned() else {
@@ -100,19 +100,19 @@ impl PodApi for World {
         };
         let is_mirror = state.runtime_uid(uid) != uid;
         if pod["metadata"]["deletionTimestamp"].is_null() && !is_mirror {
-            state.deny(format!(
+            state.report_violation(format!(
                 "{uid}: the pod was deleted without a deletion request"
             ));
         }
         let held = !state.live(uid).is_empty()
             || state
-                .boxes
+                .sandboxes
                 .iter()
-                .any(|(id, b)| b.uid == uid && !state.late_boxes.contains(id))
+                .any(|(id, b)| b.uid == uid && !state.late_sandboxes.contains(id))
             || state.volumes.contains(uid)
             || state.cgroups.contains(uid);
         if held {
-            state.deny(format!(
+            state.report_violation(format!(
                 "{uid}: the finalizer was removed before all resources were released"
             ));
         }
@@ -134,7 +134,7 @@ impl PodApi for World {
 
     async fn create(&self, mirror: &Pod) -> Result<Pod, ApiFailure> {
         let name = mirror.metadata.name.clone().unwrap();
-        self.state().spend("create", &name);
+        self.state().count_call("create", &name);
         let lost = self.request().await?;
         let mut state = self.state();
         if state.pods.values().any(|p| p["metadata"]["name"] == *name) {
@@ -212,7 +212,7 @@ impl PodApi for World {
 
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {
         let uid = event.involved_object.uid.clone().unwrap_or_default();
-        self.state().spend("post_event", &uid);
+        self.state().count_call("post_event", &uid);
         let reason = event.reason.clone().unwrap_or_default();
         let about = (uid, reason);
         self.state().reasons.insert(about.clone());
@@ -222,12 +222,12 @@ impl PodApi for World {
     }
 
     async fn count_event(&self, _: &str, name: &str, _: &Value) -> Result<(), ApiFailure> {
-        self.state().spend("count_event", name);
+        self.state().count_call("count_event", name);
         self.request().await.map(|_| ())
     }
 
     async fn runtime_handler(&self, class: &str) -> Result<String, ApiFailure> {
-        if self.state().fails_upkeep {
+        if self.state().is_upkeep_failing {
             let why = format!("runtimeclasses.node.k8s.io {class:?} not found");
             return Err(ApiFailure::NotFound(why));
         }
@@ -245,12 +245,12 @@ impl PodApi for World {
         state.next += 1;
         let token = state.next;
         state
-            .followers
+            .subscriptions
             .insert(token, (maps | secrets, Arc::clone(on_change)));
         let world = Arc::downgrade(&self.0);
         Following::until(move || {
             if let Some(state) = world.upgrade() {
-                state.lock().unwrap().followers.remove(&token);
+                state.lock().unwrap().subscriptions.remove(&token);
             }
         })
     }
@@ -263,7 +263,7 @@ impl PodApi for World {
 impl World {
     /// The version of a ConfigMap or Secret, from the agent's cache. With faults the cache sometimes times out.
     async fn version_of(&self, name: &str) -> Result<String, ApiFailure> {
-        self.only_alive().await;
+        self.hang_if_killed().await;
         let (late, version) = {
             let mut state = self.state();
             let late = state.faults && state.pick(24) == 0;

@@ -5,17 +5,17 @@
 use super::*;
 
 /// The fields of a terminal status. The agent must not change any of them.
-const END: [&str; 3] = ["phase", "reason", "message"];
+const TERMINAL_FIELDS: [&str; 3] = ["phase", "reason", "message"];
 
 /// A terminal status that another client has written.
-pub(super) struct Told {
+pub(super) struct ExternalTerminalStatus {
     end: [Value; 3],
     /// When the watch delivered it; `None` before that.
     known: Option<Instant>,
 }
 
-fn end_of(pod: &Value) -> [Value; 3] {
-    END.map(|key| pod["status"][key].clone())
+fn terminal_fields(pod: &Value) -> [Value; 3] {
+    TERMINAL_FIELDS.map(|key| pod["status"][key].clone())
 }
 
 fn is_final(pod: &Value) -> bool {
@@ -41,7 +41,7 @@ fn disrupt(pod: &mut Value, reason: &str) -> Value {
 }
 
 /// Sets every container in the status to terminated.
-fn end_containers(pod: &mut Value, now: Timestamp) {
+fn terminate_containers(pod: &mut Value, now: Timestamp) {
     let statuses = pod["status"]["containerStatuses"].as_array_mut();
     for status in statuses.into_iter().flatten() {
         let ended = json!({"exitCode": 7, "reason": "Error", "finishedAt": now.to_string(), "containerID": status["containerID"]});
@@ -53,35 +53,39 @@ fn end_containers(pod: &mut Value, now: Timestamp) {
 
 impl State {
     /// The watch has delivered the current object of a pod.
-    pub(super) fn end_is_known(&mut self, uid: &str) {
-        if let Some(told) = self.told.get_mut(uid) {
-            told.known.get_or_insert_with(Instant::now);
+    pub(super) fn note_terminal_status_delivered(&mut self, uid: &str) {
+        if let Some(written) = self.external_terminal_statuses.get_mut(uid) {
+            written.known.get_or_insert_with(Instant::now);
         }
     }
 
-    pub(super) fn all_ends_are_known(&mut self) {
-        let uids: Vec<String> = self.told.keys().cloned().collect();
-        uids.iter().for_each(|uid| self.end_is_known(uid));
+    pub(super) fn note_all_terminal_statuses_delivered(&mut self) {
+        let uids: Vec<String> = self.external_terminal_statuses.keys().cloned().collect();
+        uids.iter()
+            .for_each(|uid| self.note_terminal_status_delivered(uid));
     }
 
     /// Whether the agent has known a pod's terminal status for at least a second. From then on it must not
     /// start anything for it.
-    pub(super) fn was_terminated_elsewhere(&self, uid: &str) -> bool {
-        let known = self.told.get(uid).and_then(|told| told.known);
+    pub(super) fn has_external_terminal_status(&self, uid: &str) -> bool {
+        let known = self
+            .external_terminal_statuses
+            .get(uid)
+            .and_then(|written| written.known);
         known.is_some_and(|at| at.elapsed() >= Duration::from_secs(1))
     }
 
     /// Checks after a status write that the agent preserved what other clients had written.
-    pub(super) fn is_not_taken_back(&mut self, uid: &str, pod: &Value) {
-        if let Some(told) = self.told.get(uid)
-            && told.end != end_of(pod)
+    pub(super) fn check_external_status_preserved(&mut self, uid: &str, pod: &Value) {
+        if let Some(written) = self.external_terminal_statuses.get(uid)
+            && written.end != terminal_fields(pod)
         {
             let what = format!(
                 "{uid}: its terminal phase was reverted: {:?} became {:?}",
-                told.end,
-                end_of(pod)
+                written.end,
+                terminal_fields(pod)
             );
-            self.deny(what);
+            self.report_violation(what);
         }
         // The node's own eviction replaces the condition, as the kubelet's does.
         let cause = condition(pod, "DisruptionTarget");
@@ -91,28 +95,31 @@ impl State {
             && !is_own
         {
             let what = format!("{uid}: its DisruptionTarget condition was overwritten: {target}");
-            self.deny(what);
+            self.report_violation(what);
         }
     }
 
     /// Checks a pod whose terminal status another client has written: its containers are stopped, its
     /// resources released. `None` if there is no such status.
-    pub(super) fn has_reached_the_published_end(&self, uid: &str) -> Option<Result<(), String>> {
-        let told = self.told.get(uid)?;
+    pub(super) fn check_external_terminal_status(&self, uid: &str) -> Option<Result<(), String>> {
+        let written = self.external_terminal_statuses.get(uid)?;
         let pod = &self.pods[uid];
         let statuses = pod["status"]["containerStatuses"].as_array();
         let mut statuses = statuses.into_iter().flatten();
         let runs = statuses.any(|s| s["ready"] == true || !s["state"]["running"].is_null());
         let is_ready = condition(pod, "Ready").is_some_and(|c| c["status"] == "True");
         let holds = !self.live(uid).is_empty()
-            || self.boxes.values().any(|b| b.uid == uid && b.sandbox.ready)
+            || self
+                .sandboxes
+                .values()
+                .any(|b| b.uid == uid && b.sandbox.ready)
             || self.volumes.contains(uid)
             || self.cgroups.contains(uid);
-        let result = match told.end == end_of(pod) && !runs && !is_ready && !holds {
+        let result = match written.end == terminal_fields(pod) && !runs && !is_ready && !holds {
             true => Ok(()),
             false => Err(format!(
                 "another client has written a terminal phase ({:?}); runs, ready, holds: {:?}: {}",
-                told.end,
+                written.end,
                 (runs, is_ready, holds),
                 pod["status"]
             )),
@@ -121,7 +128,7 @@ impl State {
     }
 
     /// Picks a pod of the API, or a mirror pod, that has no terminal phase.
-    fn some_that_lives(&mut self, mirrors: bool) -> Option<String> {
+    fn pick_unfinished_pod(&mut self, mirrors: bool) -> Option<String> {
         let lives = |uid: &&String| {
             (self.runtime_uid(uid) != **uid) == mirrors && !is_final(&self.pods[*uid])
         };
@@ -130,30 +137,31 @@ impl State {
         all.get(usize::try_from(place).unwrap()).cloned()
     }
 
-    fn publish_status(&mut self, uid: &str, change: impl FnOnce(&mut Value)) {
+    fn write_terminal_status(&mut self, uid: &str, change: impl FnOnce(&mut Value)) {
         let pod = self.pods.get_mut(uid).unwrap();
         change(pod);
-        let end = end_of(pod);
+        let end = terminal_fields(pod);
         let line = format!("another client writes the terminal phase of {uid}: {end:?}");
         self.trace.push(line);
-        self.told.insert(uid.to_owned(), Told { end, known: None });
+        self.external_terminal_statuses
+            .insert(uid.to_owned(), ExternalTerminalStatus { end, known: None });
         self.publish(uid);
     }
 }
 
 impl World {
     /// Writes a terminal status into some pod, as another client would.
-    pub(super) fn publish_some_end(&self) {
+    pub(super) fn write_some_terminal_status(&self) {
         let now = self.1.now();
         let mut state = self.state();
-        let Some(uid) = state.some_that_lives(false) else {
+        let Some(uid) = state.pick_unfinished_pod(false) else {
             return;
         };
         match state.draw(4) {
             0 => {
                 // The pod garbage collector, because the node was lost for too long.
                 let mut target = Value::Null;
-                state.publish_status(&uid, |pod| {
+                state.write_terminal_status(&uid, |pod| {
                     target = disrupt(pod, "DeletionByPodGC");
                     pod["status"]["phase"] = "Failed".into();
                 });
@@ -162,26 +170,28 @@ impl World {
                     state.remove(&uid);
                 }
             }
-            1 => state.publish_status(&uid, |pod| {
+            1 => state.write_terminal_status(&uid, |pod| {
                 // Evicted by a kubelet that ran on this node earlier.
                 pod["status"]["phase"] = "Failed".into();
                 pod["status"]["reason"] = "Evicted".into();
                 pod["status"]["message"] = "The node was low on resource: memory.".into();
                 pod["status"]["containerStatuses"] = json!([]);
             }),
-            2 => state.publish_status(&uid, |pod| {
+            2 => state.write_terminal_status(&uid, |pod| {
                 pod["status"]["phase"] = "Failed".into();
                 pod["status"]["reason"] = "NodeLost".into();
-                end_containers(pod, now);
+                terminate_containers(pod, now);
             }),
-            _ => state.publish_status(&uid, |pod| pod["status"]["phase"] = "Succeeded".into()),
+            _ => {
+                state.write_terminal_status(&uid, |pod| pod["status"]["phase"] = "Succeeded".into())
+            }
         }
     }
 
     /// Writes a terminal status into some mirror pod. The agent must ignore it.
-    pub(super) fn publish_some_mirrors_end(&self) {
+    pub(super) fn write_some_mirror_status(&self) {
         let mut state = self.state();
-        if let Some(uid) = state.some_that_lives(true) {
+        if let Some(uid) = state.pick_unfinished_pod(true) {
             state.pods.get_mut(&uid).unwrap()["status"]["phase"] = "Failed".into();
             state.publish(&uid);
         }
@@ -191,7 +201,7 @@ impl World {
     pub(super) fn disrupt_some_pod(&self) {
         let uid = {
             let mut state = self.state();
-            let Some(uid) = state.some_that_lives(false) else {
+            let Some(uid) = state.pick_unfinished_pod(false) else {
                 return;
             };
             let reasons = ["DeletionByTaintManager", "EvictionByEvictionAPI"];
@@ -205,10 +215,10 @@ impl World {
     }
 
     /// Marks a pod as evicted, as another client would.
-    pub fn publish_end(&self, name: &str) {
+    pub fn evict_externally(&self, name: &str) {
         let uid = self.uid(name);
         let mut state = self.state();
-        state.publish_status(&uid, |pod| {
+        state.write_terminal_status(&uid, |pod| {
             pod["status"]["phase"] = "Failed".into();
             pod["status"]["reason"] = "Evicted".into();
         });

@@ -6,12 +6,12 @@ use super::*;
 
 /// The client's timeout for a request to a frozen API.
 const DEADLINE: Duration = Duration::from_secs(30);
-/// The window of the limits of `budget`.
+/// The window of the limits of `call_limit`.
 const MINUTE: Duration = Duration::from_secs(60);
 
 /// The maximum number of calls of one kind for one pod within a minute, whatever happens to the pod.
 /// Hot loops of earlier versions exceeded it a hundredfold.
-fn budget(what: &str) -> usize {
+fn call_limit(what: &str) -> usize {
     match what {
         "observe" => 200,
         "patch_status" => 100,
@@ -24,18 +24,18 @@ fn budget(what: &str) -> usize {
 
 impl State {
     /// Counts a request or call for a pod and checks it against its budget.
-    pub(super) fn spend(&mut self, what: &'static str, uid: &str) {
+    pub(super) fn count_call(&mut self, what: &'static str, uid: &str) {
         let now = Instant::now();
-        let spent = self.spent.entry((uid.to_owned(), what)).or_default();
+        let spent = self.recent_calls.entry((uid.to_owned(), what)).or_default();
         spent.push_back(now);
         while spent.front().is_some_and(|first| *first + MINUTE < now) {
             spent.pop_front();
         }
         let count = spent.len();
-        let most = self.most.entry(what).or_default();
+        let most = self.max_calls.entry(what).or_default();
         *most = count.max(*most);
-        if count == budget(what) + 1 {
-            self.deny(format!("{uid}: {count} times {what} within a minute"));
+        if count == call_limit(what) + 1 {
+            self.report_violation(format!("{uid}: {count} times {what} within a minute"));
         }
     }
 
@@ -55,50 +55,50 @@ impl State {
     }
 
     /// Whether the watch delivers changes now.
-    pub(super) fn hears(&self) -> bool {
-        !self.frozen && !self.deaf
+    pub(super) fn watch_delivers(&self) -> bool {
+        !self.frozen && !self.is_watch_stalled
     }
 
     /// Sends a pod's object to the watch.
     pub(super) fn publish(&mut self, uid: &str) {
         self.revision += 1;
         let revision = self.revision.to_string();
-        let hears = self.hears();
+        let watch_delivers = self.watch_delivers();
         let Some(pod) = self.pods.get_mut(uid) else {
             return;
         };
         pod["metadata"]["resourceVersion"] = revision.into();
-        if let (Some(watch), true) = (&self.watcher, hears) {
+        if let (Some(watch), true) = (&self.watcher, watch_delivers) {
             watch.apply(object(pod));
         }
-        self.node.has(uid);
-        if hears {
-            self.end_is_known(uid);
+        self.node.note_created(uid);
+        if watch_delivers {
+            self.note_terminal_status_delivered(uid);
         }
     }
 
     /// Whether a container of a pod may be started: the pod is wanted, or the watch has not yet delivered its removal.
     pub(super) fn may_start(&self, uid: &str) -> bool {
-        let is_known = self.is_known(uid) && !self.was_terminated_elsewhere(uid);
+        let is_known = self.is_known(uid) && !self.has_external_terminal_status(uid);
         is_known || self.is_just_removed(uid)
     }
 
     /// Restarts the watch with a list, as after its resource version was compacted.
     pub(super) fn relist(&mut self) {
-        if self.hears() {
+        if self.watch_delivers() {
             self.all_is_seen();
-            self.all_ends_are_known();
+            self.note_all_terminal_statuses_delivered();
         }
-        if let Some(watch) = self.watcher.clone().filter(|_| self.hears()) {
+        if let Some(watch) = self.watcher.clone().filter(|_| self.watch_delivers()) {
             watch.replace(self.pods.values().map(object).collect());
         }
     }
 
     /// Sends a runtime event about a pod's sandbox or container to the subscriber. With faults the event
     /// may be lost, late or sent twice.
-    pub(super) fn hint(&mut self, uid: &str, id: &str, kind: EventKind) {
+    pub(super) fn send_event(&mut self, uid: &str, id: &str, kind: EventKind) {
         let fate = if self.faults { self.pick(8) } else { 7 };
-        let Some(hinted) = self.hinted.clone() else {
+        let Some(subscriber) = self.event_subscriber.clone() else {
             return;
         };
         let event = RuntimeEvent {
@@ -112,14 +112,14 @@ impl State {
                 let late = Duration::from_millis(self.pick(4000));
                 tokio::spawn(async move {
                     tokio::time::sleep(late).await;
-                    let _ = hinted.try_send(event);
+                    let _ = subscriber.try_send(event);
                 });
             }
             2 => {
-                let _ = hinted.try_send(event.clone());
-                let _ = hinted.try_send(event);
+                let _ = subscriber.try_send(event.clone());
+                let _ = subscriber.try_send(event);
             }
-            _ => _ = hinted.try_send(event),
+            _ => _ = subscriber.try_send(event),
         }
     }
 }
@@ -168,7 +168,7 @@ impl World {
     /// The number of requests to create a pod within the last minute.
     pub fn creations(&self, name: &str) -> usize {
         let state = self.state();
-        let spent = state.spent.get(&(name.to_owned(), "create"));
+        let spent = state.recent_calls.get(&(name.to_owned(), "create"));
         spent.map_or(0, VecDeque::len)
     }
 
@@ -187,17 +187,17 @@ impl World {
     }
 
     /// Makes the watch stop delivering changes without an error, or restart.
-    pub fn deafen(&self, deaf: bool) {
+    pub fn stall_watch(&self, stalled: bool) {
         let mut state = self.state();
-        state.deaf = deaf;
+        state.is_watch_stalled = stalled;
         state.relist();
     }
 
     /// Stops the runtime, or starts it again with all its state. Its event stream ends in both cases.
     pub fn set_runtime_down(&self, down: bool) {
         let mut state = self.state();
-        state.down = down;
-        state.hinted = None;
+        state.is_runtime_down = down;
+        state.event_subscriber = None;
     }
 
     /// Sets the machine's clock forward or back, by minutes or days.
@@ -287,11 +287,11 @@ impl World {
 
 impl World {
     /// Counts a call about a container or sandbox for its pod.
-    pub(super) fn spend_on(&self, what: &'static str, id: &str) {
+    pub(super) fn count_call_on(&self, what: &'static str, id: &str) {
         let mut state = self.state();
-        let of_box = state.boxes.get(id).map(|b| b.uid.clone());
+        let of_box = state.sandboxes.get(id).map(|b| b.uid.clone());
         if let Some(uid) = of_box.or_else(|| state.owners.get(id).cloned()) {
-            state.spend(what, &uid);
+            state.count_call(what, &uid);
         }
     }
 }
@@ -314,17 +314,17 @@ impl State {
     /// The world drops all state of a pod. If a static pod with this UID returns, its restart counts begin at 0.
     pub(super) fn forget(&mut self, uid: &str) {
         self.started.retain(|(of, ..)| of != uid);
-        self.over.retain(|(of, _), _| of != uid);
+        self.finished.retain(|(of, _), _| of != uid);
         self.ran.remove(uid);
         self.ended.remove(uid);
         if self.static_uids.contains(uid) {
-            self.anew.insert(uid.to_owned());
-            self.begin_life(uid);
+            self.dropped_statics.insert(uid.to_owned());
+            self.reset_terminal_state(uid);
         }
     }
 
     /// Resets the terminal state of a static pod: a new agent is not bound by the status that an earlier agent wrote.
-    fn begin_life(&mut self, uid: &str) {
+    fn reset_terminal_state(&mut self, uid: &str) {
         self.ended.remove(uid);
         let mirrors: Vec<String> = self.pods.keys().cloned().collect();
         for mirror in mirrors {
@@ -335,22 +335,22 @@ impl State {
     }
 
     /// A new agent starts.
-    pub(super) fn begin_lives(&mut self) {
+    pub(super) fn begin_agent(&mut self) {
         for uid in self.static_uids.clone() {
             match self.containers.values().any(|c| c.uid == uid) {
-                true => self.begin_life(&uid),
+                true => self.reset_terminal_state(&uid),
                 false => self.forget(&uid),
             }
         }
     }
 
     /// The status of an object that the pod must continue from. Empty for a static pod whose state was dropped.
-    pub(super) fn of_this_life(&mut self, uid: &str, earlier: Value) -> Value {
-        if !self.anew.contains(uid) {
+    pub(super) fn status_to_continue(&mut self, uid: &str, earlier: Value) -> Value {
+        if !self.dropped_statics.contains(uid) {
             return earlier;
         }
         if self.containers.values().any(|c| c.uid == uid) {
-            self.anew.remove(uid);
+            self.dropped_statics.remove(uid);
         }
         let mut earlier = earlier;
         earlier["status"] = json!({});
@@ -379,7 +379,7 @@ impl State {
                 (uid, times.unwrap_or_default())
             };
             let appearances = pods.iter().map(appearance).collect();
-            sender.send_replace(Statics::of(pods).appearing(appearances));
+            sender.send_replace(Statics::of(pods).with_appearances(appearances));
         }
     }
 }

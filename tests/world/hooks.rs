@@ -8,7 +8,7 @@ pub(super) struct RunningHook(World, String);
 impl Drop for RunningHook {
     fn drop(&mut self) {
         let key = (self.0.2, self.1.clone());
-        self.0.state().hooking.remove(&key);
+        self.0.state().running_hooks.remove(&key);
     }
 }
 
@@ -30,18 +30,18 @@ impl World {
         if command.first().is_none_or(|word| word != "pre") {
             return None;
         }
-        self.state().hooking.insert((self.2, id.to_owned()));
+        self.state().running_hooks.insert((self.2, id.to_owned()));
         Some(RunningHook(self.clone(), id.to_owned()))
     }
 
     /// Rule: a container's preStop hook has run before StopContainer, unless the grace period is over.
     pub(super) fn check_hooks(&self, id: &str, grace: i64) {
         let mut state = self.state();
-        let is_hooking = state.hooking.contains(&(self.2, id.to_owned()));
+        let is_hooking = state.running_hooks.contains(&(self.2, id.to_owned()));
         state.hooked_stops += usize::from(is_hooking);
         // After the grace period the hook continues until its container is killed.
         if grace > 2 && is_hooking {
-            state.deny(format!("{id}: stopped while its preStop hook is running"));
+            state.report_violation(format!("{id}: stopped while its preStop hook is running"));
         }
         let runs = state
             .containers
@@ -54,16 +54,16 @@ impl World {
             all.is_some_and(|all| all.iter().any(|ran| ran.ends_with(hook.as_str())))
         };
         if let Some(hook) = hook.filter(|hook| !ran(hook)) {
-            state.deny(format!("{id}: stopped before {hook:?} has run"));
+            state.report_violation(format!("{id}: stopped before {hook:?} has run"));
         }
     }
 
     pub(super) fn check_hooks_of_sandbox(&self, id: &str) {
         let mut state = self.state();
         let hooked: Vec<String> = state
-            .hooking
+            .running_hooks
             .iter()
-            .filter(|(life, _)| *life == self.2)
+            .filter(|(agent_number, _)| *agent_number == self.2)
             .map(|(_, container)| container.clone())
             .filter(|c| {
                 let inside = state.containers.get(c);
@@ -73,7 +73,7 @@ impl World {
             })
             .collect();
         for container in hooked {
-            state.deny(format!(
+            state.report_violation(format!(
                 "{id}: stopped while the preStop hook of {container} is running"
             ));
         }

@@ -15,12 +15,12 @@ fn bare(id: &str) -> &str {
 
 /// The IDs of all containers in a status.
 pub fn ids(pod: &Value) -> Vec<String> {
-    let told = statuses(pod).flat_map(|s| {
+    let all = statuses(pod).flat_map(|s| {
         let ended = &s["lastState"]["terminated"];
         [&s["containerID"], &ended["containerID"]]
     });
-    let told = told.filter_map(Value::as_str);
-    told.map(|id| bare(id).to_owned()).collect()
+    let all = all.filter_map(Value::as_str);
+    all.map(|id| bare(id).to_owned()).collect()
 }
 
 fn condition<'a>(pod: &'a Value, kind: &str) -> Option<&'a str> {

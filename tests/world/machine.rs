@@ -6,7 +6,7 @@ use super::*;
 #[async_trait]
 impl Dialer for World {
     async fn http(&self, request: &Http, timeout: Duration) -> Result<Reply, HttpError> {
-        self.only_alive().await;
+        self.hang_if_killed().await;
         let (faults, fate) = {
             let mut state = self.state();
             (state.faults, state.pick(8))
@@ -23,11 +23,11 @@ impl Dialer for World {
             _ => {
                 // The path names the container, the host its pod.
                 let mut state = self.state();
-                *state.asked.entry(request.path.clone()).or_default() += 1;
+                *state.http_requests.entry(request.path.clone()).or_default() += 1;
                 let context = state.context.as_ref().unwrap();
                 let node = context.node_ips.borrow()[0].clone();
                 let boxes: Vec<String> = state
-                    .boxes
+                    .sandboxes
                     .iter()
                     .filter(|(_, b)| match b.sandbox.host_network {
                         true => node == request.host,
@@ -36,16 +36,18 @@ impl Dialer for World {
                     .map(|(id, _)| id.clone())
                     .collect();
                 let name = request.path.trim_start_matches('/');
-                let asked =
-                    |c: &&Ctr| c.container.name == name && boxes.contains(&c.container.sandbox);
-                let asked: Vec<&Ctr> = state.containers.values().filter(asked).collect();
-                let runs = |c: &&Ctr| c.container.state == ContainerState::Running;
-                if !asked.iter().any(runs) {
+                let probed = |c: &&ContainerEntry| {
+                    c.container.name == name && boxes.contains(&c.container.sandbox)
+                };
+                let probed: Vec<&ContainerEntry> =
+                    state.containers.values().filter(probed).collect();
+                let runs = |c: &&ContainerEntry| c.container.state == ContainerState::Running;
+                if !probed.iter().any(runs) {
                     return Err(HttpError::Failed("connection refused".into()));
                 }
                 // With host networking, the path identifies only the container's name: each container of this name
                 // counts as probed.
-                let ids: Vec<String> = asked.iter().map(|c| c.container.id.clone()).collect();
+                let ids: Vec<String> = probed.iter().map(|c| c.container.id.clone()).collect();
                 state.probed.extend(ids);
                 Ok(Reply {
                     status: 200,
@@ -97,10 +99,11 @@ impl World {
         });
         self.machine(|s| {
             if let Some(version) = version {
-                s.shown.insert((uid(pod), volume.volume.clone()), version);
+                s.volume_versions
+                    .insert((uid(pod), volume.volume.clone()), version);
             }
             if !s.dirs.contains(&uid(pod)) {
-                s.deny(format!("{}: a volume without its directory", uid(pod)));
+                s.report_violation(format!("{}: a volume without its directory", uid(pod)));
             }
             s.volumes.insert(uid(pod));
         })
@@ -158,9 +161,9 @@ impl PodHost for World {
         files: Option<Files>,
     ) -> Result<(), Problem> {
         self.state()
-            .spend("set_up_volume", &format!("{} {}", uid(pod), volume.volume));
-        if volume.volume == far::FAR {
-            Ok(self.mount_far(&uid(pod)).await?)
+            .count_call("set_up_volume", &format!("{} {}", uid(pod), volume.volume));
+        if volume.volume == remote::REMOTE {
+            Ok(self.mount_remote(&uid(pod)).await?)
         } else {
             self.make_volume(pod, volume, files).await
         }
@@ -257,10 +260,10 @@ impl PodHost for World {
     }
 
     async fn tear_down_volumes(&self, uid: &str, _: OnTakenAway<'_>) -> Result<(), HostError> {
-        self.unmount_far(uid).await?;
+        self.unmount_remote(uid).await?;
         self.machine(|s| {
             if !s.live(uid).is_empty() {
-                s.deny(format!(
+                s.report_violation(format!(
                     "{uid}: volumes were unmounted while a container is running"
                 ));
             }
@@ -276,8 +279,8 @@ impl PodHost for World {
     async fn remove_directories(&self, pod: &Pod, keeps_logs: bool) -> Result<(), HostError> {
         self.machine(|s| {
             s.keep_logs(&uid(pod), keeps_logs);
-            if s.volumes.contains(&uid(pod)) || s.far.holds(&uid(pod)) {
-                s.deny(format!(
+            if s.volumes.contains(&uid(pod)) || s.remote.holds(&uid(pod)) {
+                s.report_violation(format!(
                     "{}: directories were removed while a volume is mounted",
                     uid(pod)
                 ));
@@ -306,14 +309,14 @@ impl PodHost for World {
     }
 
     async fn remove_leftovers(&self, uid: &str) -> Result<(), HostError> {
-        self.hung(uid).await;
+        self.wait_while_hung(uid).await;
         self.machine(|s| {
             // A static pod whose manifest returns meanwhile cannot start before this cleanup, so its old volumes
             // may be removed.
-            let has_begun = s.volumes.contains(uid) || s.boxes.values().any(|b| b.uid == uid);
+            let has_begun = s.volumes.contains(uid) || s.sandboxes.values().any(|b| b.uid == uid);
             let is_static = s.statics.values().any(|p| p["metadata"]["uid"] == *uid);
             if s.pods.contains_key(uid) || is_static && has_begun {
-                s.deny(format!(
+                s.report_violation(format!(
                     "{uid}: directories of a known pod were removed as orphaned"
                 ));
             }

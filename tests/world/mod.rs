@@ -1,8 +1,8 @@
 //! The simulated world: runtime, API and machine over one shared state, driven by a seed.
 
 mod api;
+mod convergence;
 mod ends;
-mod far;
 mod faults;
 mod hooks;
 mod invariants;
@@ -13,8 +13,8 @@ mod nodes;
 mod outage;
 mod patch;
 mod processors;
+mod remote;
 mod removal;
-mod rest;
 mod restarts;
 mod runtime;
 mod shutdown;
@@ -75,13 +75,13 @@ use tokio::time::Instant;
 /// The maximum number of trace lines of a run. A run that exceeds it contains a hot loop.
 const LONGEST_TRACE: usize = 300_000;
 
-struct Box_ {
+struct SandboxEntry {
     uid: String,
     name: String,
     sandbox: Sandbox,
 }
 
-struct Ctr {
+struct ContainerEntry {
     uid: String,
     /// CPU shares, in the kernel's unit.
     shares: i64,
@@ -109,14 +109,14 @@ impl Random {
 struct State {
     random: Random,
     /// A separate generator for troubles, so that a seed's other choices are the same with and without them.
-    draws: Random,
+    trouble_random: Random,
     troubles: troubles::Troubles,
     outage: outage::Outage,
-    life: u64,
+    agent_number: u64,
     faults: bool,
     next: u64,
-    boxes: BTreeMap<String, Box_>,
-    containers: BTreeMap<String, Ctr>,
+    sandboxes: BTreeMap<String, SandboxEntry>,
+    containers: BTreeMap<String, ContainerEntry>,
     pods: BTreeMap<String, Value>,
     revision: u64,
     volumes: BTreeSet<String>,
@@ -134,7 +134,7 @@ struct State {
     /// Hooks that ran, by container.
     hooks: BTreeMap<String, Vec<String>>,
     /// Running preStop hooks, by the number of the agent that started them and the container.
-    hooking: BTreeSet<(u64, String)>,
+    running_hooks: BTreeSet<(u64, String)>,
     /// The pod of every container, including removed ones.
     owners: BTreeMap<String, String>,
     /// Pods with a container that was started or has exited, until their directories are removed; and those
@@ -142,18 +142,18 @@ struct State {
     ran: BTreeSet<String>,
     ended: BTreeSet<String>,
     /// Pods whose removal the watch has delivered, and removed pods whose removal it has not delivered yet.
-    gone_at: BTreeMap<String, removal::Removal>,
-    unseen: BTreeSet<String>,
-    /// The part of `unseen` whose last revision has a grace period of 0.
-    hurried: BTreeSet<String>,
+    removed_at: BTreeMap<String, removal::Removal>,
+    undelivered_removals: BTreeSet<String>,
+    /// The part of `undelivered_removals` whose last revision has a grace period of 0.
+    zero_grace_removals: BTreeSet<String>,
     /// Grace periods of pods whose object was removed.
     graces: BTreeMap<String, i64>,
     /// Static pods whose state was dropped after their mirror pods were written.
-    anew: BTreeSet<String>,
+    dropped_statics: BTreeSet<String>,
     /// Manifests that were removed and may be restored, by name.
     parked: BTreeMap<String, Value>,
     /// Calls for this pod never return.
-    hung: Option<String>,
+    hung_pod: Option<String>,
     /// Image pulls in progress, and the maximum number at once.
     pulls: (usize, usize),
     watcher: Option<removal::PodWatch>,
@@ -166,13 +166,13 @@ struct State {
     /// What the agent learns from the responses: whether the API can be reached.
     answers: Answers,
     /// The pod watch delivers nothing.
-    deaf: bool,
+    is_watch_stalled: bool,
     /// The runtime cannot be reached.
-    down: bool,
+    is_runtime_down: bool,
     /// Whether the runtime supports container events.
     has_events: bool,
     /// The subscriber of these events.
-    hinted: Option<mpsc::Sender<RuntimeEvent>>,
+    event_subscriber: Option<mpsc::Sender<RuntimeEvent>>,
     /// Manifests of static pods by name, and all UIDs that such pods had.
     statics: BTreeMap<String, Value>,
     static_uids: BTreeSet<String>,
@@ -181,46 +181,46 @@ struct State {
     appearances: BTreeMap<String, u64>,
     /// The newest attempt in the logs of a static pod that starts again, by UID and container.
     kept_logs: BTreeMap<(String, String), u32>,
-    node: nodes::OfNode,
+    node: nodes::NodeState,
     /// Terminal statuses, and `DisruptionTarget` conditions, that other clients have written, by UID.
-    told: BTreeMap<String, ends::Told>,
+    external_terminal_statuses: BTreeMap<String, ends::ExternalTerminalStatus>,
     disrupted: BTreeMap<String, Value>,
     /// A volume on a remote server.
-    far: far::Far,
+    remote: remote::RemoteVolume,
     /// Versions of ConfigMaps and Secrets that have changed.
     maps: BTreeMap<String, u64>,
     /// Subscriptions to changes of ConfigMaps and Secrets, by ID.
-    followers: BTreeMap<u64, (BTreeSet<String>, OnChange)>,
+    subscriptions: BTreeMap<u64, (BTreeSet<String>, OnChange)>,
     /// The version that a pod's volume shows, by pod and volume.
-    shown: BTreeMap<(String, String), String>,
+    volume_versions: BTreeMap<(String, String), String>,
     /// Times of requests and calls within the last minute, by pod and kind.
-    spent: BTreeMap<(String, &'static str), VecDeque<Instant>>,
+    recent_calls: BTreeMap<(String, &'static str), VecDeque<Instant>>,
     /// The agent's root directory if the CPU manager uses the static policy.
     processors: Option<PathBuf>,
     /// The simulated logind, and the grace periods for shutdowns.
     logind: Option<(shutdown::Logind, Periods)>,
     /// Regular containers in their final state, by pod and name, with the ID of the instance.
-    over: BTreeMap<(String, String), String>,
+    finished: BTreeMap<(String, String), String>,
     /// The number of StopContainer calls during which the container's preStop hook ran.
     hooked_stops: usize,
     /// The number of HTTP requests by path.
-    asked: BTreeMap<String, usize>,
+    http_requests: BTreeMap<String, usize>,
     /// Sandboxes that the runtime created after the call for them was cancelled: no agent can wait for them.
-    late_boxes: BTreeSet<String>,
+    late_sandboxes: BTreeSet<String>,
     /// Containers for which an agent has called StopContainer.
-    told_to_stop: BTreeSet<String>,
+    stop_requested: BTreeSet<String>,
     /// Sandboxes that calls of an agent are stopping.
     stopping: BTreeSet<(u64, String)>,
     /// The upkeep of running pods fails: no directory can be created for them, and no RuntimeClass is found.
-    fails_upkeep: bool,
+    is_upkeep_failing: bool,
     /// Calls that create a sandbox do not return.
-    stalls_network: bool,
+    is_network_hanging: bool,
     /// Reasons of the events that were posted, by pod.
     reasons: BTreeSet<(String, String)>,
     /// Logs that grow, by container.
     logs: BTreeMap<String, logs::GrowingLog>,
     /// The maximum number of calls of each kind within a minute.
-    most: BTreeMap<&'static str, usize>,
+    max_calls: BTreeMap<&'static str, usize>,
 }
 
 /// The world; all clones share one state. An agent's clone carries the number of this agent. After a
@@ -245,7 +245,7 @@ impl State {
         format!("{kind}{:04}", self.next)
     }
 
-    fn deny(&mut self, what: String) {
+    fn report_violation(&mut self, what: String) {
         self.trace.push(format!("BROKEN {what}"));
         self.broken.push(what);
     }
@@ -281,7 +281,7 @@ impl World {
         let clock = Clock::starting_at("2026-11-20T00:00:00Z".parse().unwrap());
         let state = State {
             random: Random::new(seed),
-            draws: Random::new(!seed),
+            trouble_random: Random::new(!seed),
             has_events: !seed.is_multiple_of(3),
             ..State::default()
         };
@@ -304,7 +304,7 @@ impl World {
 
     /// Starts a new agent over this world, as after a start of the process.
     pub fn start_agent(&self) -> tokio::task::JoinHandle<()> {
-        let world = World(Arc::clone(&self.0), self.1, self.state().life);
+        let world = World(Arc::clone(&self.0), self.1, self.state().agent_number);
         world.start()
     }
 
@@ -314,8 +314,8 @@ impl World {
         {
             let mut state = self.state();
             // The previous agent's subscriptions end.
-            (state.hinted, state.followers) = (None, BTreeMap::new());
-            state.begin_lives();
+            (state.event_subscriber, state.subscriptions) = (None, BTreeMap::new());
+            state.begin_agent();
             state.statics_sender = Some(statics_sender);
             state.watcher = Some(removal::PodWatch::new(writer));
             state.publish_statics();
@@ -337,7 +337,13 @@ impl World {
         let api: Arc<dyn PodApi> = Arc::new(self.clone());
         let starts = holdfast::agent::Starts::for_processors(2);
         let unlimited = (0.0, 0.0);
-        let events = Events::start(Arc::clone(&api), "node", self.1, unlimited, starts.lull());
+        let events = Events::start(
+            Arc::clone(&api),
+            "node",
+            self.1,
+            unlimited,
+            starts.idle_gate(),
+        );
         let context = Arc::new(Context {
             runtime: Arc::new(self.clone()),
             api,
@@ -359,7 +365,7 @@ impl World {
             metrics: Arc::new(Metrics::default()),
             dialer: Arc::new(self.clone()),
             journals: Journals::default(),
-            pulse: holdfast::agent::Pulse::default(),
+            heartbeats: holdfast::agent::Heartbeats::default(),
             starts,
             csi: holdfast::agent::Csi::new(&config.root_dir),
             disks: holdfast::agent::AttachedDisks::new(&config.root_dir),
@@ -371,7 +377,7 @@ impl World {
         });
         {
             let mut state = self.state();
-            state.node.begin_life();
+            state.node.begin_agent();
             state.forget_node();
             state.context = Some(Arc::clone(&context));
         }
@@ -391,7 +397,9 @@ impl World {
         let world = self.clone();
         tokio::spawn(async move {
             let result = Box::pin(agent.run()).await;
-            world.state().deny(format!("the agent exited: {result:?}"));
+            world
+                .state()
+                .report_violation(format!("the agent exited: {result:?}"));
         })
     }
 
@@ -471,10 +479,13 @@ impl World {
     }
 
     /// The number of requests or calls of a kind for a pod within the last minute.
-    pub fn spent(&self, what: &'static str, name: &str) -> usize {
+    pub fn recent_calls(&self, what: &'static str, name: &str) -> usize {
         let uid = self.uid(name);
         let state = self.state();
-        state.spent.get(&(uid, what)).map_or(0, VecDeque::len)
+        state
+            .recent_calls
+            .get(&(uid, what))
+            .map_or(0, VecDeque::len)
     }
 
     /// The recent inputs and decisions of a pod's worker.
@@ -515,8 +526,8 @@ impl World {
     }
 
     /// The maximum number of requests and calls of each kind that one pod has caused within a minute.
-    pub fn most(&self) -> BTreeMap<&'static str, usize> {
-        self.state().most.clone()
+    pub fn max_calls(&self) -> BTreeMap<&'static str, usize> {
+        self.state().max_calls.clone()
     }
 
     /// Names of pods that are not in this phase.
@@ -562,7 +573,7 @@ impl World {
     pub fn lose_some_sandbox(&self) {
         let now = self.1.now();
         let mut state = self.state();
-        let ids: Vec<String> = state.boxes.keys().cloned().collect();
+        let ids: Vec<String> = state.sandboxes.keys().cloned().collect();
         let place = state.pick(ids.len() as u64);
         if let Some(id) = ids.get(usize::try_from(place).unwrap()) {
             let inside: Vec<String> = state
@@ -574,10 +585,10 @@ impl World {
             for container in inside {
                 end(&mut state, &container, 137, now);
             }
-            let lost = state.boxes.get_mut(id).unwrap();
+            let lost = state.sandboxes.get_mut(id).unwrap();
             lost.sandbox.ready = false;
             let uid = lost.uid.clone();
-            state.hint(&uid, id, EventKind::Stopped);
+            state.send_event(&uid, id, EventKind::Stopped);
         }
     }
 
@@ -585,7 +596,7 @@ impl World {
         let mut state = self.state();
         if state.pulls.1 > 4 {
             let most = state.pulls.1;
-            state.deny(format!("{most} images were pulled concurrently"));
+            state.report_violation(format!("{most} images were pulled concurrently"));
         }
         if state.broken.is_empty() {
             Ok(())
@@ -596,26 +607,26 @@ impl World {
 
     /// Kills the running agent.
     pub fn kill_agent(&self) {
-        self.note("the agent is killed", true);
+        self.trace_line("the agent is killed", true);
         let mut state = self.state();
-        state.life += 1;
-        World::no_task_waits_for_mounts(&mut state);
+        state.agent_number += 1;
+        World::drop_pending_mounts(&mut state);
     }
 
-    async fn only_alive(&self) {
-        if self.state().life != self.2 {
+    async fn hang_if_killed(&self) {
+        if self.state().agent_number != self.2 {
             std::future::pending::<()>().await;
         }
     }
 
     async fn sleep(&self, time: Duration) {
         tokio::time::sleep(time).await;
-        self.only_alive().await;
+        self.hang_if_killed().await;
     }
 
     /// Waits for the duration of a call and chooses its fault.
     async fn fault(&self) -> Fault {
-        self.only_alive().await;
+        self.hang_if_killed().await;
         let at = self.1.now();
         let (delay, fault) = {
             let mut state = self.state();
@@ -652,13 +663,13 @@ impl World {
             .next()
             .unwrap_or_default()
             .to_owned();
-        let result = self.call_unseen(act).await;
-        self.note(&what, result.is_ok());
+        let result = self.call_untraced(act).await;
+        self.trace_line(&what, result.is_ok());
         result
     }
 
     /// Adds a line to the trace.
-    fn note(&self, what: &str, good: bool) {
+    fn trace_line(&self, what: &str, good: bool) {
         let at = self.1.now();
         self.state().trace.push(format!("{at} {what} {good}"));
     }
@@ -669,22 +680,22 @@ impl World {
     }
 
     /// Makes all calls about this pod hang.
-    pub fn hang(&self, uid: &str) {
-        self.state().hung = Some(uid.to_owned());
+    pub fn hang_calls_of(&self, uid: &str) {
+        self.state().hung_pod = Some(uid.to_owned());
     }
 
     /// Makes hanging calls return; new calls do not hang.
-    pub fn answer(&self) {
-        self.state().hung = None;
+    pub fn release_calls(&self) {
+        self.state().hung_pod = None;
     }
 
-    async fn hung(&self, uid: &str) {
-        while self.state().hung.as_deref() == Some(uid) {
+    async fn wait_while_hung(&self, uid: &str) {
+        while self.state().hung_pod.as_deref() == Some(uid) {
             self.sleep(Duration::from_secs(1)).await;
         }
     }
 
-    async fn call_unseen<T>(
+    async fn call_untraced<T>(
         &self,
         act: impl FnOnce(&mut State) -> Result<T, RuntimeError>,
     ) -> Result<T, RuntimeError> {
@@ -694,7 +705,7 @@ impl World {
             message: "deadline exceeded".into(),
         };
         let fault = self.fault().await;
-        if self.state().down {
+        if self.state().is_runtime_down {
             return Err(RuntimeError {
                 kind: RuntimeErrorKind::Unavailable,
                 code: None,
@@ -738,7 +749,7 @@ fn end(state: &mut State, id: &str, code: i32, now: Timestamp) {
         }
         // A container that was killed before it was started counts as exited too: it need not be started again.
         state.ran.insert(uid.clone());
-        state.hint(&uid, id, EventKind::Stopped);
+        state.send_event(&uid, id, EventKind::Stopped);
     }
 }
 

@@ -23,7 +23,7 @@ impl State {
     /// Rule: the agent starts no pod of the API before it knows the Node.
     pub(super) fn node_is_known(&mut self, uid: &str) {
         if !self.node.answered {
-            self.deny(format!("{uid}: started before the Node was known"));
+            self.report_violation(format!("{uid}: started before the Node was known"));
         }
     }
 }
@@ -38,7 +38,7 @@ impl World {
         while self.state().frozen {
             self.sleep(Duration::from_secs(1)).await;
         }
-        self.only_alive().await;
+        self.hang_if_killed().await;
     }
 
     fn own_node(&self) -> Result<Node, ApiFailure> {
@@ -124,7 +124,7 @@ impl NodeApi for World {
                 "{}: the node is registered while a container of this pod runs, which the API does not have",
                 orphaned.uid
             );
-            state.deny(what);
+            state.report_violation(what);
         }
         state.node.registered += 1;
         state.revision += 1;
@@ -173,7 +173,7 @@ impl NodeApi for World {
     }
 
     async fn renew(&self, _: &Lease) -> Result<(), ApiFailure> {
-        self.only_alive().await;
+        self.hang_if_killed().await;
         Ok(())
     }
 

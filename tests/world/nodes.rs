@@ -16,7 +16,7 @@ pub(super) const REFUSALS: [&str; 4] = [
 
 /// The content of the Node object from a time on.
 #[derive(Debug, Clone)]
-struct Said {
+struct NodeContent {
     since: Instant,
     zone: &'static str,
     no_schedule: bool,
@@ -24,7 +24,7 @@ struct Said {
     lanes: u64,
 }
 
-impl Said {
+impl NodeContent {
     fn selected_by(&self, pod: &Value) -> bool {
         let zone = &pod["spec"]["nodeSelector"]["zone"];
         zone.is_null() || *zone == self.zone
@@ -36,7 +36,7 @@ impl Said {
 }
 
 /// The node, its current state and its history.
-pub(super) struct OfNode {
+pub(super) struct NodeState {
     pub object: Node,
     /// The Node in the API; `None` after its deletion.
     pub feed: watch::Sender<Option<Node>>,
@@ -47,95 +47,105 @@ pub(super) struct OfNode {
     pub registered: usize,
     /// How often the agent has written the Node's status.
     pub status_writes: usize,
-    said: Vec<Said>,
+    history: Vec<NodeContent>,
     /// The node's addresses.
     pub ips: Vec<String>,
     /// The machine's number of CPUs, and the number that the agent found at its start.
     cpus: u32,
-    found: u32,
+    cpus_at_start: u32,
     /// When the running agent started.
     began: Option<Instant>,
     /// Pods that the running agent has started.
-    taken: BTreeSet<String>,
+    started_pods: BTreeSet<String>,
     /// When pods were created in the API.
-    born: BTreeMap<String, Instant>,
+    created_at: BTreeMap<String, Instant>,
 }
 
-impl Default for OfNode {
-    fn default() -> OfNode {
-        OfNode {
+impl Default for NodeState {
+    fn default() -> NodeState {
+        NodeState {
             object: Node::default(),
             feed: watch::Sender::default(),
             answers_at: None,
             answered: false,
             registered: 0,
             status_writes: 0,
-            said: vec![],
+            history: vec![],
             ips: vec!["192.0.2.1".into()],
             cpus: CPUS,
-            found: CPUS,
+            cpus_at_start: CPUS,
             began: None,
-            taken: BTreeSet::new(),
-            born: BTreeMap::new(),
+            started_pods: BTreeSet::new(),
+            created_at: BTreeMap::new(),
         }
     }
 }
 
-impl OfNode {
+impl NodeState {
     /// An agent starts and reads the number of CPUs.
-    pub(super) fn begin_life(&mut self) {
-        self.taken.clear();
+    pub(super) fn begin_agent(&mut self) {
+        self.started_pods.clear();
         self.began = Some(Instant::now());
-        self.found = self.cpus;
+        self.cpus_at_start = self.cpus;
     }
 
     /// The capacity for pods in millicores, as the agent found it.
     pub(super) fn milli(&self) -> i64 {
-        i64::from(self.found) * 1000
+        i64::from(self.cpus_at_start) * 1000
     }
 
     /// A pod exists in the API.
-    pub(super) fn has(&mut self, uid: &str) {
-        self.born.entry(uid.to_owned()).or_insert_with(Instant::now);
+    pub(super) fn note_created(&mut self, uid: &str) {
+        self.created_at
+            .entry(uid.to_owned())
+            .or_insert_with(Instant::now);
     }
 
     /// Every Node content that the agent may have seen since it knows a pod.
-    fn seen(&self, uid: &str) -> impl Iterator<Item = &Said> {
-        let since = self.born.get(uid).copied().max(self.began);
-        let until = self.said.iter().skip(1).map(|said| Some(said.since));
+    fn possible_contents(&self, uid: &str) -> impl Iterator<Item = &NodeContent> {
+        let since = self.created_at.get(uid).copied().max(self.began);
+        let until = self
+            .history
+            .iter()
+            .skip(1)
+            .map(|content| Some(content.since));
         let until = until.chain([None]);
-        let both = self.said.iter().zip(until);
+        let both = self.history.iter().zip(until);
         both.filter(move |(_, until)| until.is_none() || *until >= since)
-            .map(|(said, _)| said)
+            .map(|(content, _)| content)
     }
 }
 
 /// The number of lanes that a pod requests.
 fn lanes(pod: &Value) -> u64 {
-    let asked = pod["spec"]["containers"][0]["resources"]["requests"][LANE].as_str();
-    asked.map_or(0, |lanes| lanes.parse().unwrap())
+    let requests = pod["spec"]["containers"][0]["resources"]["requests"][LANE].as_str();
+    requests.map_or(0, |lanes| lanes.parse().unwrap())
 }
 
 impl State {
     /// Rule: when the agent starts a pod, the pod has matched some Node content that the agent may have seen.
-    pub(super) fn is_taken(&mut self, uid: &str, life: u64) {
-        if life != self.life || !self.pods.contains_key(uid) {
+    pub(super) fn check_started(&mut self, uid: &str, agent_number: u64) {
+        if agent_number != self.agent_number || !self.pods.contains_key(uid) {
             return;
         }
-        if !self.node.taken.insert(uid.to_owned()) {
+        if !self.node.started_pods.insert(uid.to_owned()) {
             return;
         }
         self.node_is_known(uid);
         let pod = &self.pods[uid];
-        let fits = |said: &Said| said.selected_by(pod) && said.tolerated_by(pod);
+        let fits = |content: &NodeContent| content.selected_by(pod) && content.tolerated_by(pod);
         // Pods that still run keep the lanes that they requested, whatever their status says.
         let others = self.pods.iter().filter(|(other, _)| {
-            *other != uid && self.node.taken.contains(*other) && !self.live(other).is_empty()
+            *other != uid && self.node.started_pods.contains(*other) && !self.live(other).is_empty()
         });
         let used = others.map(|(_, pod)| lanes(pod)).sum::<u64>();
-        let most = self.node.seen(uid).map(|said| said.lanes).max();
+        let most = self
+            .node
+            .possible_contents(uid)
+            .map(|content| content.lanes)
+            .max();
         let mut wrong = vec![];
-        if !self.node.seen(uid).any(fits) {
+        if !self.node.possible_contents(uid).any(fits) {
             wrong.push(format!("{uid}: started on a node that it does not fit"));
         }
         if lanes(pod) > 0 && lanes(pod) + used > most.unwrap_or(0) {
@@ -143,29 +153,31 @@ impl State {
                 "{uid}: started with {used} lanes in use of {most:?}"
             ));
         }
-        wrong.into_iter().for_each(|what| self.deny(what));
+        wrong
+            .into_iter()
+            .for_each(|what| self.report_violation(what));
     }
 
     /// Rule: a status may reject a pod only if the agent has not started it and there was a reason.
-    pub(super) fn is_refused(&mut self, uid: &str, reason: &str) {
-        if self.node.taken.contains(uid) {
-            self.deny(format!("{uid}: rejected ({reason}) after it was admitted"));
+    pub(super) fn check_rejected(&mut self, uid: &str, reason: &str) {
+        if self.node.started_pods.contains(uid) {
+            self.report_violation(format!("{uid}: rejected ({reason}) after it was admitted"));
         }
         let pod = &self.pods[uid];
-        let mut seen = self.node.seen(uid);
+        let mut seen = self.node.possible_contents(uid);
         let has_cause = match reason {
-            "NodeAffinity" => seen.any(|said| !said.selected_by(pod)),
-            "TaintToleration" => seen.any(|said| !said.tolerated_by(pod)),
+            "NodeAffinity" => seen.any(|content| !content.selected_by(pod)),
+            "TaintToleration" => seen.any(|content| !content.tolerated_by(pod)),
             _ => true,
         };
         drop(seen);
         if !has_cause {
-            self.deny(format!("{uid}: rejected ({reason}) without a cause"));
+            self.report_violation(format!("{uid}: rejected ({reason}) without a cause"));
         }
     }
 
     /// Rule: the status of a running pod has the node's current addresses.
-    pub(super) fn has_the_nodes_addresses(&self, pod: &Value) -> Result<(), String> {
+    pub(super) fn check_node_addresses(&self, pod: &Value) -> Result<(), String> {
         let (status, ips) = (&pod["status"], &self.node.ips);
         let of = |list: &Value| -> Vec<String> {
             let items = list.as_array().into_iter().flatten();
@@ -184,23 +196,23 @@ impl State {
     }
 
     /// Changes the Node object.
-    fn say(&mut self, change: impl FnOnce(&mut Said)) {
+    fn change_node_content(&mut self, change: impl FnOnce(&mut NodeContent)) {
         self.revision += 1;
-        let mut said = self.node.said.last().cloned().unwrap_or(Said {
+        let mut content = self.node.history.last().cloned().unwrap_or(NodeContent {
             since: Instant::now(),
             zone: "a",
             no_schedule: false,
             no_execute: false,
             lanes: 2,
         });
-        change(&mut said);
-        said.since = Instant::now();
+        change(&mut content);
+        content.since = Instant::now();
         let taint = |is_there: bool, effect: &str| {
             is_there.then(|| json!({"key": "sim", "effect": effect}))
         };
         let taints = [
-            taint(said.no_schedule, "NoSchedule"),
-            taint(said.no_execute, "NoExecute"),
+            taint(content.no_schedule, "NoSchedule"),
+            taint(content.no_execute, "NoExecute"),
         ];
         let taints: Vec<Value> = taints.into_iter().flatten().collect();
         let mut object = serde_json::to_value(&self.node.object).unwrap();
@@ -208,12 +220,12 @@ impl State {
             &mut object,
             &json!({
                 "metadata": {"name": "node", "uid": "node", "resourceVersion": self.revision.to_string(),
-                    "labels": {"zone": said.zone}},
+                    "labels": {"zone": content.zone}},
                 "spec": {"taints": taints},
-                "status": {"allocatable": {LANE: said.lanes.to_string()}, "capacity": {LANE: said.lanes.to_string()}},
+                "status": {"allocatable": {LANE: content.lanes.to_string()}, "capacity": {LANE: content.lanes.to_string()}},
             }),
         );
-        self.node.said.push(said);
+        self.node.history.push(content);
         self.node.object = serde_json::from_value(object).unwrap();
         self.publish_node();
     }
@@ -246,7 +258,7 @@ impl World {
         let mut state = self.state();
         let zone = ["a", "a", "b"][usize::try_from(state.pick(3)).unwrap()];
         let tainted = state.pick(2) == 0;
-        state.say(|said| (said.zone, said.no_schedule) = (zone, tainted));
+        state.change_node_content(|content| (content.zone, content.no_schedule) = (zone, tainted));
     }
 
     /// Changes the node's addresses, as after a DHCP lease that was not renewed.
@@ -279,12 +291,12 @@ impl World {
             0 => {
                 let mut state = self.state();
                 let tainted = state.draw(3) == 0;
-                state.say(|said| said.no_execute = tainted);
+                state.change_node_content(|content| content.no_execute = tainted);
             }
             1 => {
                 let mut state = self.state();
                 let lanes = [0, 1, 2, 4][usize::try_from(state.draw(4)).unwrap()];
-                state.say(|said| said.lanes = lanes);
+                state.change_node_content(|content| content.lanes = lanes);
             }
             2 => self.move_node_somewhere(),
             _ => {
@@ -296,11 +308,12 @@ impl World {
 
     /// Removes the NoExecute taint, so that every pod may run.
     pub(super) fn tolerate_node(&self) {
-        self.state().say(|said| said.no_execute = false);
+        self.state()
+            .change_node_content(|content| content.no_execute = false);
     }
 
     /// A pod that an earlier agent started at `started`; it requests one CPU.
-    pub fn create_pod_of_before(&self, name: &str, created: Timestamp, started: Timestamp) {
+    pub fn create_pod_of_earlier_agent(&self, name: &str, created: Timestamp, started: Timestamp) {
         let one = json!({"requests": {"cpu": "1"}});
         self.create_pod_of(name, "Always", &one);
         let uid = self.uid(name);
@@ -323,24 +336,24 @@ impl World {
 
     /// The number of sandboxes.
     pub fn sandboxes(&self) -> usize {
-        self.state().boxes.len()
+        self.state().sandboxes.len()
     }
 
     /// The number of RunPodSandbox calls by pod, for the pods in the API.
-    pub fn requested_sandboxes(&self) -> BTreeMap<String, usize> {
+    pub fn sandbox_requests_by_pod(&self) -> BTreeMap<String, usize> {
         let state = self.state();
-        let asked = |uid: &String| {
-            let spent = state.spent.get(&(uid.clone(), "run_sandbox"));
+        let requests = |uid: &String| {
+            let spent = state.recent_calls.get(&(uid.clone(), "run_sandbox"));
             spent.map_or(0, VecDeque::len)
         };
         let pods = state.pods.keys();
-        pods.map(|uid| (uid.clone(), asked(uid))).collect()
+        pods.map(|uid| (uid.clone(), requests(uid))).collect()
     }
 
     /// The number of RunPodSandbox calls for a pod, which may have been removed.
-    pub fn requested_sandbox(&self, uid: &str) -> usize {
+    pub fn sandbox_requests(&self, uid: &str) -> usize {
         let state = self.state();
-        let spent = state.spent.get(&(uid.to_owned(), "run_sandbox"));
+        let spent = state.recent_calls.get(&(uid.to_owned(), "run_sandbox"));
         spent.map_or(0, VecDeque::len)
     }
 

@@ -74,11 +74,14 @@ impl World {
     }
 
     /// The maximum number of requests of a kind for one pod within the last minute.
-    pub fn most_for_a_pod(&self, what: &str) -> usize {
+    pub fn max_calls_for_a_pod(&self, what: &str) -> usize {
         let state = self.state();
         let now = Instant::now();
         let minute = Duration::from_secs(60);
-        let of = state.spent.iter().filter(|((_, kind), _)| *kind == what);
+        let of = state
+            .recent_calls
+            .iter()
+            .filter(|((_, kind), _)| *kind == what);
         of.map(|(_, times)| times.iter().filter(|at| **at + minute >= now).count())
             .max()
             .unwrap_or(0)

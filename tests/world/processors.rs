@@ -66,7 +66,7 @@ impl World {
         let uid = pod.metadata.uid.clone().unwrap();
         if !noted.unwrap_or_default().contains(&uid) {
             let what = format!("{uid} is created before its CPUs are checkpointed");
-            self.state().deny(what);
+            self.state().report_violation(what);
         }
     }
 }

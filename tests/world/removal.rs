@@ -95,8 +95,8 @@ impl State {
         if let Some(grace) = pod["spec"]["terminationGracePeriodSeconds"].as_i64() {
             self.graces.insert(uid.to_owned(), grace);
         }
-        self.unseen.insert(uid.to_owned());
-        self.told.remove(uid);
+        self.undelivered_removals.insert(uid.to_owned());
+        self.external_terminal_statuses.remove(uid);
         self.disrupted.remove(uid);
         let is_marked = pod["metadata"]["deletionGracePeriodSeconds"] == 0;
         if pod["metadata"]["deletionTimestamp"].is_null() {
@@ -112,10 +112,10 @@ impl State {
         let (marked, last) = (revised(), revised());
         let shown = if is_marked { 0 } else { self.draw(3) };
         let late = Duration::from_millis(1 + self.draw(4));
-        let Some(watch) = self.watcher.clone().filter(|_| self.hears()) else {
+        let Some(watch) = self.watcher.clone().filter(|_| self.watch_delivers()) else {
             return;
         };
-        self.hurried.insert(uid.to_owned());
+        self.zero_grace_removals.insert(uid.to_owned());
         self.all_is_seen();
         if shown > 0 {
             watch.apply(marked);
@@ -130,30 +130,30 @@ impl State {
     /// from the list and has the grace period of its spec.
     pub(super) fn all_is_seen(&mut self) {
         let at = Instant::now();
-        for uid in std::mem::take(&mut self.unseen) {
-            let grace = match self.hurried.remove(&uid) {
+        for uid in std::mem::take(&mut self.undelivered_removals) {
+            let grace = match self.zero_grace_removals.remove(&uid) {
                 true => FLOOR,
                 false => self.graces.get(&uid).copied().unwrap_or(30).max(FLOOR),
             };
-            self.gone_at.insert(uid, Removal { at, grace });
+            self.removed_at.insert(uid, Removal { at, grace });
         }
     }
 
     /// Whether the watch has shown a pod's removal a second ago or longer.
     pub(super) fn is_long_removed(&self, uid: &str) -> bool {
-        let removal = self.gone_at.get(uid);
+        let removal = self.removed_at.get(uid);
         removal.is_some_and(|removal| removal.at.elapsed() >= Duration::from_secs(1))
     }
 
     /// Whether the watch has just shown a pod's removal, or will show it.
     pub(super) fn is_just_removed(&self, uid: &str) -> bool {
-        let is_known = self.gone_at.contains_key(uid);
-        self.unseen.contains(uid) || (is_known && !self.is_long_removed(uid))
+        let is_known = self.removed_at.contains_key(uid);
+        self.undelivered_removals.contains(uid) || (is_known && !self.is_long_removed(uid))
     }
 
     /// The grace period of a removed pod, if the agent has had a second to process the removal.
     pub(super) fn removed_grace(&self, uid: &str) -> Option<i64> {
-        let removal = self.gone_at.get(uid);
+        let removal = self.removed_at.get(uid);
         let removal = removal.filter(|_| self.is_long_removed(uid))?;
         Some(removal.grace)
     }
@@ -167,15 +167,18 @@ impl World {
             let grace = Duration::from_secs(removal.grace.unsigned_abs());
             removal.at.elapsed() > grace + slack
         };
-        let late = state.gone_at.iter().filter(|(_, removal)| is_late(removal));
+        let late = state
+            .removed_at
+            .iter()
+            .filter(|(_, removal)| is_late(removal));
         let late: Vec<String> = late.map(|(uid, _)| uid.clone()).collect();
         for uid in late {
             let live = state.live(&uid);
             if !live.is_empty() {
                 let live: Vec<String> = live.iter().map(|c| c.name.clone()).collect();
-                let removal = state.gone_at[&uid];
+                let removal = state.removed_at[&uid];
                 let (grace, past) = (removal.grace, removal.at.elapsed());
-                state.deny(format!(
+                state.report_violation(format!(
                     "{uid}: removed {past:?} ago with a grace period of {grace} s, but {live:?} still run"
                 ));
             }

@@ -15,7 +15,7 @@ impl Drop for Stopping {
 
 /// The sandbox that a call requests.
 #[derive(Clone)]
-pub(super) struct WantedBox {
+pub(super) struct SandboxRequest {
     pub uid: String,
     pub name: String,
     pub attempt: u32,
@@ -23,13 +23,13 @@ pub(super) struct WantedBox {
 }
 
 /// A call that creates a sandbox. If the call is cancelled, the runtime may complete it seconds later.
-pub(super) struct Making {
+pub(super) struct SandboxCreation {
     pub world: World,
-    pub wanted: WantedBox,
+    pub wanted: SandboxRequest,
     pub is_done: bool,
 }
 
-impl Drop for Making {
+impl Drop for SandboxCreation {
     fn drop(&mut self) {
         let (world, wanted) = (self.world.clone(), self.wanted.clone());
         let late = {
@@ -42,8 +42,8 @@ impl Drop for Making {
                 tokio::time::sleep(late).await;
                 let now = world.1.now();
                 let mut state = world.state();
-                if let Ok(id) = state.make_box(wanted, now) {
-                    state.late_boxes.insert(id);
+                if let Ok(id) = state.insert_sandbox(wanted, now) {
+                    state.late_sandboxes.insert(id);
                 }
             });
         }
@@ -52,18 +52,18 @@ impl Drop for Making {
 
 impl State {
     /// Creates a sandbox, unless its name is taken.
-    pub(super) fn make_box(
+    pub(super) fn insert_sandbox(
         &mut self,
-        wanted: WantedBox,
+        wanted: SandboxRequest,
         now: Timestamp,
     ) -> Result<String, RuntimeError> {
-        let WantedBox {
+        let SandboxRequest {
             uid,
             name,
             attempt,
             host_network,
         } = wanted;
-        let mut boxes = self.boxes.values();
+        let mut boxes = self.sandboxes.values();
         if boxes.any(|b| b.uid == uid && b.sandbox.attempt == attempt) {
             return Err(RuntimeError {
                 kind: RuntimeErrorKind::Failed,
@@ -86,14 +86,14 @@ impl State {
             host_network,
             handler: String::new(),
         };
-        let made = Box_ {
+        let made = SandboxEntry {
             uid: uid.clone(),
             name,
             sandbox,
         };
-        self.boxes.insert(id.clone(), made);
-        self.hint(&uid, &id, EventKind::Created);
-        self.hint(&uid, &id, EventKind::Started);
+        self.sandboxes.insert(id.clone(), made);
+        self.send_event(&uid, &id, EventKind::Created);
+        self.send_event(&uid, &id, EventKind::Started);
         Ok(id)
     }
 
@@ -116,7 +116,7 @@ impl State {
         let may_be_stopped = container["livenessProbe"].is_object()
             || container["lifecycle"].is_object()
             || container["resizePolicy"].is_array()
-            || self.told_to_stop.contains(id);
+            || self.stop_requested.contains(id);
         // Another image requires another instance, whatever the policy and exit code.
         let hash = container_hash(&serde_json::from_value(container.clone()).unwrap());
         if self.containers[id].container.hash != Some(hash) {
@@ -130,15 +130,15 @@ impl State {
         };
         if is_final {
             let key = (uid.to_owned(), name.to_owned());
-            self.over.insert(key, id.to_owned());
+            self.finished.insert(key, id.to_owned());
         }
     }
 
     /// Rule: a container in its final state never runs again, even in a new sandbox.
     pub(super) fn check_not_over(&mut self, uid: &str, name: &str) {
         let key = (uid.to_owned(), name.to_owned());
-        if let Some(before) = self.over.get(&key).cloned() {
-            self.deny(format!(
+        if let Some(before) = self.finished.get(&key).cloned() {
+            self.report_violation(format!(
                 "{uid}/{name}: restarted although {before} was final"
             ));
         }
@@ -146,7 +146,11 @@ impl State {
 
     /// Whether the upkeep of a pod fails: the pod has a ready sandbox, and the world fails upkeep.
     pub(super) fn upkeep_fails(&self, uid: &str) -> bool {
-        self.fails_upkeep && self.boxes.values().any(|b| b.uid == uid && b.sandbox.ready)
+        self.is_upkeep_failing
+            && self
+                .sandboxes
+                .values()
+                .any(|b| b.uid == uid && b.sandbox.ready)
     }
 }
 
@@ -191,7 +195,7 @@ impl World {
     pub(super) fn check_not_stopping(&self, what: &str, sandbox: &str) {
         let mut state = self.state();
         if state.stopping.contains(&(self.2, sandbox.to_owned())) {
-            state.deny(format!(
+            state.report_violation(format!(
                 "{sandbox}: {what} while the sandbox is being stopped"
             ));
         }
@@ -205,16 +209,16 @@ impl World {
 
     /// Makes the upkeep of pods with a sandbox fail: no directory can be created, and no RuntimeClass is found.
     pub fn fail_upkeep(&self, fails: bool) {
-        self.state().fails_upkeep = fails;
+        self.state().is_upkeep_failing = fails;
     }
 
     /// Makes network plugins hang: no call that creates a sandbox returns.
-    pub fn stall_network(&self, stalls: bool) {
-        self.state().stalls_network = stalls;
+    pub fn hang_network(&self, stalls: bool) {
+        self.state().is_network_hanging = stalls;
     }
 
-    pub(super) async fn network_answers(&self) {
-        while self.state().stalls_network {
+    pub(super) async fn wait_for_network(&self) {
+        while self.state().is_network_hanging {
             self.sleep(Duration::from_secs(1)).await;
         }
     }
@@ -230,7 +234,7 @@ impl World {
         tokio::time::sleep(Duration::from_millis(60)).await;
         let mut state = self.state();
         let mut boxes: Vec<(String, Sandbox)> = state
-            .boxes
+            .sandboxes
             .iter()
             .filter(|(_, b)| b.uid == uid)
             .map(|(id, b)| (id.clone(), b.sandbox.clone()))
@@ -238,8 +242,8 @@ impl World {
         boxes.sort_by_key(|(_, sandbox)| sandbox.attempt);
         let (id, _) = boxes.pop().unwrap();
         // Containers that were started there meanwhile continue to run, without a network.
-        state.boxes.get_mut(&id).unwrap().sandbox.ready = false;
-        state.hint(&uid, &id, EventKind::Stopped);
+        state.sandboxes.get_mut(&id).unwrap().sandbox.ready = false;
+        state.send_event(&uid, &id, EventKind::Stopped);
     }
 
     /// How often a container of a pod was started.
@@ -262,7 +266,7 @@ impl World {
 
     /// A pod that takes long to stop. Its container has a readiness probe and a preStop hook that never
     /// returns. Its sidecar has a liveness probe.
-    pub fn create_pod_that_ends_slowly(&self, name: &str, grace: i64) {
+    pub fn create_pod_that_stops_slowly(&self, name: &str, grace: i64) {
         self.create_steady_pod(name);
         let uid = self.uid(name);
         let mut state = self.state();
@@ -283,8 +287,8 @@ impl World {
     }
 
     /// The number of HTTP requests for a path.
-    pub fn asked(&self, path: &str) -> usize {
-        self.state().asked.get(path).copied().unwrap_or(0)
+    pub fn http_requests(&self, path: &str) -> usize {
+        self.state().http_requests.get(path).copied().unwrap_or(0)
     }
 
     /// The number of StopContainer calls during which the container's preStop hook ran.
@@ -301,8 +305,8 @@ impl World {
     }
 
     /// The version of an object that a pod's volume shows.
-    pub fn shows(&self, name: &str, volume: &str) -> Option<String> {
+    pub fn volume_version(&self, name: &str, volume: &str) -> Option<String> {
         let key = (self.uid(name), volume.to_owned());
-        self.state().shown.get(&key).cloned()
+        self.state().volume_versions.get(&key).cloned()
     }
 }

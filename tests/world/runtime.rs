@@ -25,7 +25,7 @@ impl Runtime for World {
         self.call(|state| {
             let mut pods: BTreeMap<String, ObservedPod> = BTreeMap::new();
             let mut names = BTreeMap::new();
-            for b in state.boxes.values() {
+            for b in state.sandboxes.values() {
                 names.insert(b.uid.clone(), b.name.clone());
                 pods.entry(b.uid.clone())
                     .or_default()
@@ -51,12 +51,12 @@ impl Runtime for World {
     }
 
     async fn observe(&self, uid: &str) -> Result<ObservedPod, RuntimeError> {
-        self.state().spend("observe", uid);
-        self.hung(uid).await;
+        self.state().count_call("observe", uid);
+        self.wait_while_hung(uid).await;
         self.call(|state| {
             let mut observed = ObservedPod {
                 sandboxes: state
-                    .boxes
+                    .sandboxes
                     .values()
                     .filter(|b| b.uid == uid)
                     .map(|b| b.sandbox.clone())
@@ -86,29 +86,29 @@ impl Runtime for World {
     ) -> Result<String, RuntimeError> {
         let now = self.1.now();
         let metadata = config.metadata.clone().unwrap();
-        self.state().spend("run_sandbox", &metadata.uid);
-        self.state().is_taken(&metadata.uid, self.2);
+        self.state().count_call("run_sandbox", &metadata.uid);
+        self.state().check_started(&metadata.uid, self.2);
         let linux = config.linux.and_then(|l| l.security_context);
         let host_network = linux
             .and_then(|s| s.namespace_options)
             .is_some_and(|n| n.network == pb::NamespaceMode::Node as i32);
-        let wanted = restarts::WantedBox {
+        let wanted = restarts::SandboxRequest {
             uid: metadata.uid,
             name: metadata.name,
             attempt: metadata.attempt,
             host_network,
         };
-        let mut making = restarts::Making {
+        let mut making = restarts::SandboxCreation {
             world: self.clone(),
             wanted: wanted.clone(),
             is_done: false,
         };
-        self.network_answers().await;
+        self.wait_for_network().await;
         let made = self.call(|state| {
             if !state.cgroups.contains(&wanted.uid) {
-                state.deny(format!("{}: a sandbox without a cgroup", wanted.name));
+                state.report_violation(format!("{}: a sandbox without a cgroup", wanted.name));
             }
-            state.make_box(wanted, now)
+            state.insert_sandbox(wanted, now)
         });
         let made = made.await;
         making.is_done = true;
@@ -118,7 +118,7 @@ impl Runtime for World {
     async fn sandbox_ips(&self, id: &str) -> Result<Vec<String>, RuntimeError> {
         self.call(|state| {
             state
-                .boxes
+                .sandboxes
                 .get(id)
                 .map(|b| b.sandbox.ips.clone())
                 .ok_or_else(|| missing("sandbox"))
@@ -128,7 +128,7 @@ impl Runtime for World {
 
     async fn stop_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
         let now = self.1.now();
-        self.spend_on("stop_sandbox", id);
+        self.count_call_on("stop_sandbox", id);
         self.check_hooks_of_sandbox(id);
         let _stopping = self.stopping(id);
         self.call(|state| {
@@ -141,10 +141,10 @@ impl Runtime for World {
             for container in inside {
                 end(state, &container, 137, now);
             }
-            if let Some(b) = state.boxes.get_mut(id) {
+            if let Some(b) = state.sandboxes.get_mut(id) {
                 b.sandbox.ready = false;
                 let uid = b.uid.clone();
-                state.hint(&uid, id, EventKind::Stopped);
+                state.send_event(&uid, id, EventKind::Stopped);
             }
             Ok(())
         })
@@ -152,20 +152,20 @@ impl Runtime for World {
     }
 
     async fn remove_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
-        self.spend_on("remove_sandbox", id);
+        self.count_call_on("remove_sandbox", id);
         self.call(|state| {
             if state
                 .containers
                 .values()
                 .any(|c| c.container.sandbox == id && c.container.state == ContainerState::Running)
             {
-                state.deny(format!(
+                state.report_violation(format!(
                     "{id}: a sandbox was removed with a container running"
                 ));
             }
             state.containers.retain(|_, c| c.container.sandbox != id);
-            if let Some(removed) = state.boxes.remove(id) {
-                state.hint(&removed.uid, id, EventKind::Deleted);
+            if let Some(removed) = state.sandboxes.remove(id) {
+                state.send_event(&removed.uid, id, EventKind::Deleted);
             }
             Ok(())
         })
@@ -179,10 +179,10 @@ impl Runtime for World {
         _: pb::PodSandboxConfig,
     ) -> Result<String, RuntimeError> {
         let (now, uid) = (self.1.now(), config.labels[label::POD_UID].clone());
-        self.state().spend("create_container", &uid);
+        self.state().count_call("create_container", &uid);
         self.check_not_stopping("a container is created", sandbox);
         self.call(|state| {
-            let Some(b) = state.boxes.get(sandbox).filter(|b| b.sandbox.ready) else {
+            let Some(b) = state.sandboxes.get(sandbox).filter(|b| b.sandbox.ready) else {
                 return Err(missing("sandbox"));
             };
             let (uid, metadata) = (b.uid.clone(), config.metadata.clone().unwrap());
@@ -199,7 +199,7 @@ impl Runtime for World {
                 });
             }
             if !state.volumes.contains(&uid) {
-                state.deny(format!(
+                state.report_violation(format!(
                     "{}: a container without its volumes",
                     metadata.name
                 ));
@@ -231,8 +231,8 @@ impl Runtime for World {
                 stop_signal: None,
                 message_file: None,
             };
-            state.hint(&uid, &id, EventKind::Created);
-            let made = Ctr {
+            state.send_event(&uid, &id, EventKind::Created);
+            let made = ContainerEntry {
                 uid,
                 shares,
                 container,
@@ -245,7 +245,7 @@ impl Runtime for World {
 
     async fn start_container(&self, id: &str) -> Result<(), RuntimeError> {
         let now = self.1.now();
-        self.spend_on("start_container", id);
+        self.count_call_on("start_container", id);
         let may_start = {
             let state = self.state();
             let owner = state.owners.get(id);
@@ -265,8 +265,8 @@ impl Runtime for World {
                     message: "already started".into(),
                 });
             }
-            let is_ready = |b: &Box_| b.sandbox.ready;
-            if !state.boxes.get(&c.container.sandbox).is_some_and(is_ready) {
+            let sandbox = state.sandboxes.get(&c.container.sandbox);
+            if !sandbox.is_some_and(|b| b.sandbox.ready) {
                 return Err(RuntimeError {
                     kind: RuntimeErrorKind::Failed,
                     code: None,
@@ -275,15 +275,16 @@ impl Runtime for World {
             }
             state.check_not_over(&uid, &name);
             if state.live(&uid).iter().any(|other| other.name == name) {
-                state.deny(format!("{uid}/{name}: two instances run concurrently"));
+                state.report_violation(format!("{uid}/{name}: two instances run concurrently"));
             }
             if !state.started.insert((uid.clone(), name.clone(), attempt))
                 && !state
-                    .boxes
+                    .sandboxes
                     .values()
                     .any(|b| b.uid == uid && b.sandbox.attempt > 0)
             {
-                state.deny(format!("{uid}/{name}: attempt {attempt} was started twice"));
+                state
+                    .report_violation(format!("{uid}/{name}: attempt {attempt} was started twice"));
             }
             if name.starts_with('c')
                 && state.pods.get(&uid).is_some_and(|p| {
@@ -307,7 +308,7 @@ impl Runtime for World {
                         && c.container.started_at.is_some()
                 });
                 if !initialised && !ran {
-                    state.deny(format!(
+                    state.report_violation(format!(
                         "{uid}/{name}: started before its init container had succeeded"
                     ));
                 }
@@ -318,15 +319,16 @@ impl Runtime for World {
             state
                 .trace
                 .push(format!("{now} started {uid}/{name} {id} {attempt}"));
-            state.hint(&uid, id, EventKind::Started);
+            state.send_event(&uid, id, EventKind::Started);
             if state.final_phase.contains_key(&uid) {
-                state.deny(format!("{uid}/{name}: started after the pod's final phase"));
+                state
+                    .report_violation(format!("{uid}/{name}: started after the pod's final phase"));
             }
             if !may_start {
-                state.deny(format!("{uid}/{name}: started for a pod that was removed"));
+                state.report_violation(format!("{uid}/{name}: started for a pod that was removed"));
             }
             if state.ended.contains(&uid) {
-                state.deny(format!(
+                state.report_violation(format!(
                     "{uid}/{name}: started after the pod's terminal phase was published"
                 ));
             }
@@ -341,21 +343,21 @@ impl Runtime for World {
 
     async fn stop_container(&self, id: &str, grace: i64) -> Result<(), RuntimeError> {
         let now = self.1.now();
-        self.spend_on("stop_container", id);
+        self.count_call_on("stop_container", id);
         self.check_hooks(id, grace);
-        self.state().told_to_stop.insert(id.to_owned());
+        self.state().stop_requested.insert(id.to_owned());
         // Some processes take long to stop.
         let slow = {
             let mut state = self.state();
             let slow = state.pick(4) == 0;
             // The limit applies to running containers only.
-            let runs = |c: &&Ctr| c.container.state == ContainerState::Running;
+            let runs = |c: &&ContainerEntry| c.container.state == ContainerState::Running;
             let container = state.containers.get(id).filter(runs);
             let uid = container.map(|c| c.uid.clone());
             if let Some(limit) = uid.map(|uid| state.grace_limit(&uid))
                 && grace > limit
             {
-                state.deny(format!(
+                state.report_violation(format!(
                     "{id}: stopped with a grace period of {grace} s instead of at most {limit} s"
                 ));
             }
@@ -383,7 +385,7 @@ impl Runtime for World {
         id: &str,
         resources: pb::LinuxContainerResources,
     ) -> Result<(), RuntimeError> {
-        self.spend_on("update_container", id);
+        self.count_call_on("update_container", id);
         self.call(|state| {
             let container = state.containers.get_mut(id);
             container.ok_or_else(|| missing("container"))?.shares = resources.cpu_shares;
@@ -438,14 +440,14 @@ impl Runtime for World {
         command: &[String],
         _: Option<Duration>,
     ) -> Result<Exec, RuntimeError> {
-        self.spend_on("exec", id);
+        self.count_call_on("exec", id);
         let _running = self.running_hook(id, command);
         {
             let mut state = self.state();
-            let (life, what) = (self.2, command.join(" "));
+            let (agent_number, what) = (self.2, command.join(" "));
             let hooks = state.hooks.entry(id.to_owned()).or_default();
             // An agent cannot know which hooks ran before an earlier agent was killed.
-            let entry = format!("{life} {what}");
+            let entry = format!("{agent_number} {what}");
             let twice = hooks.contains(&entry);
             hooks.push(entry);
             if twice {
@@ -454,11 +456,11 @@ impl Runtime for World {
                     .pods
                     .get(&owner)
                     .map(|p| p["metadata"]["name"].to_string());
-                state.deny(format!("{id} of {name:?}: the hook {what:?} ran twice"));
+                state.report_violation(format!("{id} of {name:?}: the hook {what:?} ran twice"));
                 drop(state);
                 let name = name.unwrap_or_default();
                 let last = self.last_decisions(name.trim_matches('"'));
-                self.state().deny(last);
+                self.state().report_violation(last);
             }
         }
         // Some hooks take long.
@@ -510,14 +512,14 @@ impl Runtime for World {
     }
 
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {
-        self.spend_on("remove_container", id);
+        self.count_call_on("remove_container", id);
         self.call(|state| {
             if state
                 .containers
                 .get(id)
                 .is_some_and(|c| c.container.state == ContainerState::Running)
             {
-                state.deny(format!("{id}: removed while it is running"));
+                state.report_violation(format!("{id}: removed while it is running"));
             }
             state.containers.remove(id);
             Ok(())
@@ -582,7 +584,7 @@ impl Runtime for World {
         }
         self.call(|state| {
             let (sender, events) = mpsc::channel(256);
-            state.hinted = Some(sender);
+            state.event_subscriber = Some(sender);
             Ok(events)
         })
         .await

@@ -81,11 +81,11 @@ impl Announcements for Listening {
     }
 
     async fn is_shutting_down(&mut self) -> Result<bool, LogindError> {
-        let told = *self.shutting_down.borrow_and_update();
+        let announced = *self.shutting_down.borrow_and_update();
         if self.logind.0.announced_late.swap(false, Ordering::Relaxed) {
             self.logind.announce(true);
         }
-        Ok(told)
+        Ok(announced)
     }
 
     async fn next(&mut self) -> Option<bool> {
@@ -163,7 +163,7 @@ impl World {
     }
 
     /// When the first container of this pod was created, and when the last one exited if all have.
-    pub fn lived(&self, uid: &str) -> (Option<Timestamp>, Option<Timestamp>) {
+    pub fn lifetime_of(&self, uid: &str) -> (Option<Timestamp>, Option<Timestamp>) {
         let state = self.state();
         let own = || {
             let all = state.containers.values().filter(|c| c.uid == uid);
@@ -183,7 +183,7 @@ impl World {
         for id in all {
             end(&mut state, &id, 255, now);
         }
-        for sandbox in state.boxes.values_mut() {
+        for sandbox in state.sandboxes.values_mut() {
             sandbox.sandbox.ready = false;
         }
     }
@@ -192,7 +192,7 @@ impl World {
     pub fn power_off_and_lose_runtime(&self) {
         self.power_off();
         let mut state = self.state();
-        state.boxes.clear();
+        state.sandboxes.clear();
         state.containers.clear();
     }
 }

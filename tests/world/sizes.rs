@@ -22,12 +22,12 @@ fn is_over(pod: &Value) -> bool {
 }
 
 /// The CPU request of the first container, in millicores.
-fn asked(pod: &Value) -> Option<i64> {
+fn requested_cpu(pod: &Value) -> Option<i64> {
     milli(&pod["spec"]["containers"][0]["resources"]["requests"])
 }
 
 /// The CPU request of the first container in the status, in millicores.
-fn told(pod: &Value) -> Option<i64> {
+fn reported_cpu(pod: &Value) -> Option<i64> {
     let mut all = pod["status"]["containerStatuses"].as_array()?.iter();
     milli(&all.find(|status| status["name"] == "c0")?["resources"]["requests"])
 }
@@ -35,7 +35,7 @@ fn told(pod: &Value) -> Option<i64> {
 /// The CPU that counts against the node, in millicores: what was allocated, even for an exited container
 /// that never gets it. The kubelet counts the allocation too (`canAdmitPod` in `allocation_manager.go`).
 fn granted_to(pod: &Value) -> Option<i64> {
-    milli(&pod["status"]["allocatedResources"]).or_else(|| asked(pod))
+    milli(&pod["status"]["allocatedResources"]).or_else(|| requested_cpu(pod))
 }
 
 impl State {
@@ -65,7 +65,7 @@ impl State {
     /// Rule: the running pods do not exceed the node's capacity. Pods that are being deleted do not count.
     /// While sizes change, a pod may start with CPU that another pod is about to release, as with the kubelet.
     pub(super) fn has_room(&self) -> Result<(), String> {
-        let counts = |c: &&Ctr| {
+        let counts = |c: &&ContainerEntry| {
             c.container.state == ContainerState::Running
                 && c.container.name == "c0"
                 && self.pods.get(&c.uid).is_some_and(|pod| !is_over(pod))
@@ -85,17 +85,17 @@ impl State {
     /// size in the spec, unless the node has no capacity for that.
     pub(super) fn has_its_size(&self, uid: &str) -> Result<(), String> {
         let pod = &self.pods[uid];
-        let (Some(asked), Some(granted)) = (asked(pod), granted_to(pod)) else {
+        let (Some(requested_cpu), Some(granted)) = (requested_cpu(pod), granted_to(pod)) else {
             return Ok(());
         };
         if is_over(pod) {
             return Ok(());
         }
         if let Some(running) = self.live(uid).iter().find(|c| c.name == "c0") {
-            let (has, told) = (self.containers[&running.id].shares, told(pod));
-            if has != shares(granted) || told != Some(granted) {
+            let (has, reported_cpu) = (self.containers[&running.id].shares, reported_cpu(pod));
+            if has != shares(granted) || reported_cpu != Some(granted) {
                 return Err(format!(
-                    "granted {granted}m, but it has {has} shares and a status of {told:?} m: {}",
+                    "granted {granted}m, but it has {has} shares and a status of {reported_cpu:?} m: {}",
                     pod["status"]
                 ));
             }
@@ -111,15 +111,15 @@ impl State {
         let of_others: i64 = others.filter_map(|(_, pod)| granted_to(pod)).sum();
         let node = self.node.milli();
         let right = match reason {
-            None => asked == granted,
-            Some("Infeasible") => asked > node,
-            Some("Deferred") => asked <= node && asked + of_others > node,
+            None => requested_cpu == granted,
+            Some("Infeasible") => requested_cpu > node,
+            Some("Deferred") => requested_cpu <= node && requested_cpu + of_others > node,
             Some(_) => false,
         };
         match right {
             true => Ok(()),
             false => Err(format!(
-                "requested {asked}m, granted {granted}m, others {of_others}m, and its resize is {reason:?}"
+                "requested {requested_cpu}m, granted {granted}m, others {of_others}m, and its resize is {reason:?}"
             )),
         }
     }
@@ -132,7 +132,7 @@ impl World {
         let sized: Vec<String> = state
             .pods
             .iter()
-            .filter(|(_, pod)| asked(pod).is_some() && !is_over(pod))
+            .filter(|(_, pod)| requested_cpu(pod).is_some() && !is_over(pod))
             .map(|(uid, _)| uid.clone())
             .collect();
         let place = usize::try_from(state.pick(sized.len() as u64)).unwrap();

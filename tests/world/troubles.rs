@@ -2,8 +2,8 @@
 //! hangs, a node that changes under its pods, a pod with very many objects. A separate generator
 //! chooses them, so that a seed's other choices stay the same.
 
-use super::far::show_far;
 use super::nodes::LANE;
+use super::remote::add_remote_volume;
 use super::*;
 
 /// The troubles of a seed.
@@ -19,14 +19,14 @@ pub(super) struct Troubles {
 impl State {
     /// A random number for a choice about troubles.
     pub(super) fn draw(&mut self, below: u64) -> u64 {
-        self.draws.pick(below)
+        self.trouble_random.pick(below)
     }
 
     /// Gives a new pod features that the seed's troubles affect.
     pub(super) fn trouble_pod(&mut self, pod: &mut Value) {
         let troubles = self.troubles;
         if troubles.far && self.draw(3) == 0 {
-            show_far(pod);
+            add_remote_volume(pod);
         }
         if !troubles.node {
             return;
@@ -65,7 +65,7 @@ impl World {
     }
 
     /// Whether the seed has a volume that hangs.
-    pub fn has_far_volume(&self) -> bool {
+    pub fn has_remote_volume(&self) -> bool {
         self.state().troubles.far
     }
 
@@ -80,29 +80,29 @@ impl World {
     }
 
     /// Causes one trouble, or none.
-    pub fn trouble(&self) {
+    pub fn cause_trouble(&self) {
         let (troubles, kind) = {
             let mut state = self.state();
             let kind = state.draw(24);
             (state.troubles, kind)
         };
         match kind {
-            0 if troubles.ends => self.publish_some_end(),
+            0 if troubles.ends => self.write_some_terminal_status(),
             1 if troubles.ends => self.disrupt_some_pod(),
-            2 if troubles.ends => self.publish_some_mirrors_end(),
+            2 if troubles.ends => self.write_some_mirror_status(),
             3 | 4 if troubles.far => {
-                let (seconds, is_given_up) = {
+                let (seconds, stops_waiting) = {
                     let mut state = self.state();
                     let most = [20, 400][usize::try_from(state.draw(2)).unwrap()];
                     (1 + state.draw(most), state.draw(2) == 0)
                 };
-                self.silence_far(Duration::from_secs(seconds), is_given_up);
+                self.hang_remote(Duration::from_secs(seconds), stops_waiting);
             }
-            5 if troubles.far => self.answer_far(),
+            5 if troubles.far => self.resume_remote(),
             6..=8 if troubles.node => self.change_more_of_node(),
             9 | 10 => {
                 let mut state = self.state();
-                state.fails_upkeep = troubles.upkeep && kind == 9;
+                state.is_upkeep_failing = troubles.upkeep && kind == 9;
             }
             _ => {}
         }
@@ -110,7 +110,7 @@ impl World {
 
     /// Ends the troubles. The node keeps its changes, except for the NoExecute taint.
     pub fn end_troubles(&self) {
-        self.answer_far();
+        self.resume_remote();
         if self.state().troubles.node {
             self.tolerate_node();
             self.move_node_somewhere();

@@ -4,7 +4,7 @@ use super::*;
 
 /// The number of ConfigMaps and Secrets, and the number that a wide pod uses.
 const OBJECTS: u64 = 300;
-const OF_ONE_POD: u64 = 30;
+const OBJECTS_PER_POD: u64 = 30;
 
 /// The name of an object: even numbers are ConfigMaps, odd ones Secrets.
 pub(super) fn object_name(n: u64) -> String {
@@ -98,8 +98,8 @@ impl State {
         }
         let objects = match self.pick(12) {
             0 => {
-                let first = OF_ONE_POD * self.pick(OBJECTS / OF_ONE_POD);
-                first..first + OF_ONE_POD
+                let first = OBJECTS_PER_POD * self.pick(OBJECTS / OBJECTS_PER_POD);
+                first..first + OBJECTS_PER_POD
             }
             1..=4 => 0..2,
             _ => 0..0,
@@ -111,10 +111,10 @@ impl State {
     /// Changes an object and returns the callbacks of its subscribers.
     fn change_object(&mut self, name: String) -> Vec<OnChange> {
         *self.maps.entry(name.clone()).or_insert(1) += 1;
-        let users = self.followers.values();
+        let users = self.subscriptions.values();
         users
             .filter(|(names, _)| names.contains(&name))
-            .map(|(_, news)| Arc::clone(news))
+            .map(|(_, callback)| Arc::clone(callback))
             .collect()
     }
 }
@@ -162,7 +162,7 @@ impl World {
     }
 
     /// Shortens the grace period of some pod's deletion to 1 s.
-    pub fn hurry_some_deletion(&self) {
+    pub fn shorten_some_deletion(&self) {
         let Some(uid) = self.some_uid() else {
             return;
         };
@@ -177,26 +177,26 @@ impl World {
 
     /// Changes an object that pods may use: one of the first few, which many pods use, or any.
     pub fn change_some_object(&self) {
-        let told = {
+        let callbacks = {
             let mut state = self.state();
             let among = [4, OBJECTS][usize::try_from(state.pick(2)).unwrap()];
             let name = object_name(state.pick(among));
             state.change_object(name)
         };
-        told.iter().for_each(|news| news());
+        callbacks.iter().for_each(|callback| callback());
     }
 
     /// How often a pod's volume was set up or refreshed within the last minute.
     pub fn refreshes(&self, name: &str, volume: &str) -> usize {
         let key = (format!("{} {volume}", self.uid(name)), "set_up_volume");
-        self.state().spent.get(&key).map_or(0, VecDeque::len)
+        self.state().recent_calls.get(&key).map_or(0, VecDeque::len)
     }
 
     /// Changes all objects, one after the other.
     pub fn change_all_objects(&self) {
         for n in 0..OBJECTS {
-            let told = self.state().change_object(object_name(n));
-            told.iter().for_each(|news| news());
+            let callbacks = self.state().change_object(object_name(n));
+            callbacks.iter().for_each(|callback| callback());
         }
     }
 }

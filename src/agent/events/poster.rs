@@ -14,7 +14,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use super::super::pod::starts::Lull;
+use super::super::pod::starts::IdleGate;
 use super::{Dropped, Emitted, Kind, MAX_QUEUED};
 use crate::core::backoff::Doubling;
 use crate::core::bucket::Bucket;
@@ -24,12 +24,12 @@ use crate::kubeapi::pods::{ApiFailure, PodApi};
 use crate::sys::clock::Clock;
 
 /// Limit for parallel requests. A request without an answer delays only the events of its object.
-const MAX_POSTS: usize = 8;
+const MAX_PARALLEL_REQUESTS: usize = 8;
 /// Back-off after a request that the apiserver did not answer.
-const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(10));
+const RETRY_BACKOFF: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(10));
 /// How long an event is retried. client-go gives up after 12 attempts, about
 /// 2 minutes; an apiserver upgrade takes longer.
-const MAX_AGE: Duration = Duration::from_secs(600);
+const MAX_RETRY_AGE: Duration = Duration::from_secs(600);
 
 /// The store of events.
 #[async_trait]
@@ -54,19 +54,19 @@ impl EventSink for ApiSink {
 
 /// Events that are not posted yet, in order of arrival.
 #[derive(Debug, Default)]
-pub(super) struct Waiting {
+pub(super) struct QueuedEvents {
     warnings: VecDeque<Emitted>,
     normal: VecDeque<Emitted>,
 }
 
 /// Returns the first event whose object has no request in flight.
-fn first_free(events: &VecDeque<Emitted>, busy: &HashSet<String>) -> Option<usize> {
+fn first_without_request(events: &VecDeque<Emitted>, busy: &HashSet<String>) -> Option<usize> {
     events
         .iter()
         .position(|event| !busy.contains(&event.object()))
 }
 
-impl Waiting {
+impl QueuedEvents {
     pub(super) fn add(&mut self, event: Emitted) {
         match event.kind {
             Kind::Warning => self.warnings.push_back(event),
@@ -82,15 +82,15 @@ impl Waiting {
     /// an idle gate, a normal event does not wait. Cancel-safe.
     pub(super) async fn next(
         &mut self,
-        lull: Option<&mut Lull>,
+        idle_gate: Option<&mut IdleGate>,
         busy: &HashSet<String>,
     ) -> Option<Emitted> {
-        if let Some(at) = first_free(&self.warnings, busy) {
+        if let Some(at) = first_without_request(&self.warnings, busy) {
             return self.warnings.remove(at);
         }
-        let at = first_free(&self.normal, busy)?;
-        if let Some(lull) = lull {
-            lull.wait(self.normal[at].came).await;
+        let at = first_without_request(&self.normal, busy)?;
+        if let Some(idle_gate) = idle_gate {
+            idle_gate.wait(self.normal[at].queued_at).await;
         }
         self.normal.remove(at)
     }
@@ -113,7 +113,7 @@ struct Delivery {
     key: Key,
     /// The creation time, which is part of the event's name.
     posted: Timestamp,
-    came: Instant,
+    queued_at: Instant,
     count: i32,
     namespace: String,
     event: Box<Event>,
@@ -136,13 +136,13 @@ impl Delivery {
 
 /// Protects an apiserver that does not answer: one request at a time, with growing back-off.
 #[derive(Default)]
-struct Gate {
+struct Backpressure {
     failures: u32,
     closed_until: Option<Instant>,
 }
 
-impl Gate {
-    fn is_suspect(&self) -> bool {
+impl Backpressure {
+    fn is_unresponsive(&self) -> bool {
         self.failures > 0
     }
 
@@ -153,12 +153,12 @@ impl Gate {
             self.failures = self.failures.saturating_add(1);
             let pause = failure
                 .retry_after()
-                .unwrap_or_else(|| RETRY.after(self.failures));
-            self.closed_until = Some(now + pause.min(RETRY.after(u32::MAX)));
+                .unwrap_or_else(|| RETRY_BACKOFF.after(self.failures));
+            self.closed_until = Some(now + pause.min(RETRY_BACKOFF.after(u32::MAX)));
         }
     }
 
-    async fn pass(&self) {
+    async fn wait_until_open(&self) {
         if let Some(until) = self.closed_until {
             tokio::time::sleep_until(until).await;
         }
@@ -171,13 +171,13 @@ pub(super) struct Poster {
     clock: Clock,
     correlator: Correlator,
     pace: Bucket,
-    waiting: Waiting,
+    waiting: QueuedEvents,
     /// Correlated, but not sent yet.
     ready: VecDeque<Delivery>,
     retries: Vec<(Instant, Delivery)>,
     /// The objects of all deliveries, in flight or waiting for a retry.
     busy: HashSet<String>,
-    gate: Gate,
+    backpressure: Backpressure,
     dropped: Dropped,
 }
 
@@ -188,11 +188,11 @@ impl Poster {
             clock,
             correlator: Correlator::default(),
             pace: Bucket::new(pace.0, pace.1, clock.now()),
-            waiting: Waiting::default(),
+            waiting: QueuedEvents::default(),
             ready: VecDeque::new(),
             retries: vec![],
             busy: HashSet::new(),
-            gate: Gate::default(),
+            backpressure: Backpressure::default(),
             dropped,
         }
     }
@@ -215,12 +215,12 @@ impl Poster {
     }
 
     /// Waits until the next delivery is due and returns it; `None` if no event is queued. Cancel-safe.
-    async fn next(&mut self, mut lull: Option<&mut Lull>) -> Option<Delivery> {
-        self.gate.pass().await;
+    async fn next(&mut self, mut idle_gate: Option<&mut IdleGate>) -> Option<Delivery> {
+        self.backpressure.wait_until_open().await;
         while self.ready.is_empty() {
             // While the apiserver does not answer, retries have no precedence over new events: the same
             // unanswered event would be the only one tried.
-            if !self.gate.is_suspect()
+            if !self.backpressure.is_unresponsive()
                 && let Some(retry) = self.take_retry()
             {
                 self.ready.push_back(retry);
@@ -235,11 +235,11 @@ impl Poster {
             };
             let emitted = tokio::select! {
                 biased;
-                emitted = self.waiting.next(lull.as_deref_mut(), &self.busy) => emitted,
+                emitted = self.waiting.next(idle_gate.as_deref_mut(), &self.busy) => emitted,
                 () = due => None,
             };
             if let Some(emitted) = emitted {
-                let delivery = self.judge(emitted);
+                let delivery = self.correlate(emitted);
                 self.ready.extend(delivery);
             } else if let Some(retry) = self.take_retry() {
                 self.ready.push_back(retry);
@@ -254,7 +254,7 @@ impl Poster {
     }
 
     /// Correlates an event with earlier ones; `None` if the object has too many events.
-    fn judge(&mut self, emitted: Emitted) -> Option<Delivery> {
+    fn correlate(&mut self, emitted: Emitted) -> Option<Delivery> {
         let now = self.clock.now();
         let (object, kind) = (emitted.object(), format!("{:?}", emitted.kind));
         let said = correlate::Said {
@@ -276,11 +276,11 @@ impl Poster {
             let about = emitted.about.name.as_deref().unwrap_or_default();
             format!("{about}.{:x}", posted.as_nanosecond())
         };
-        let message = shortened(&verdict.message);
+        let message = truncate_message(&verdict.message);
         let (count, request) = match verdict.counted {
             None => (1, Request::Create),
             Some((posted, count)) => {
-                let last = seconds(emitted.at);
+                let last = seconds(emitted.occurred_at);
                 let patch = json!({"count": count, "lastTimestamp": last, "message": message});
                 let name = name(posted);
                 (count, Request::Count { name, patch })
@@ -299,7 +299,7 @@ impl Poster {
             object,
             key: verdict.key,
             posted: now,
-            came: emitted.came,
+            queued_at: emitted.queued_at,
             count,
             namespace,
             event: Box::new(self.event(metadata, emitted, message, count)),
@@ -309,7 +309,7 @@ impl Poster {
     }
 
     fn event(&self, metadata: ObjectMeta, emitted: Emitted, message: String, count: i32) -> Event {
-        let stamp = seconds(emitted.at);
+        let stamp = seconds(emitted.occurred_at);
         Event {
             metadata,
             involved_object: emitted.about,
@@ -330,10 +330,10 @@ impl Poster {
     }
 
     /// Processes a request's outcome as upstream does: retries without an answer, drops rejected events.
-    fn settle(&mut self, mut delivery: Delivery, outcome: Result<(), ApiFailure>) {
+    fn process_outcome(&mut self, mut delivery: Delivery, outcome: Result<(), ApiFailure>) {
         let answered = outcome.as_ref().err().is_none_or(ApiFailure::is_answer);
         if answered {
-            self.gate = Gate::default();
+            self.backpressure = Backpressure::default();
         }
         match (outcome, &delivery.request) {
             (Ok(()), Request::Create) => {
@@ -351,19 +351,19 @@ impl Poster {
             (Err(failure), _) if !answered => {
                 // A request that times out delays only its own object.
                 if !matches!(failure, ApiFailure::Timeout(_)) {
-                    self.gate.close(&failure);
+                    self.backpressure.close(&failure);
                 }
-                if delivery.came.elapsed() < MAX_AGE {
+                if delivery.queued_at.elapsed() < MAX_RETRY_AGE {
                     delivery.tries = delivery.tries.saturating_add(1);
                     let pause = failure
                         .retry_after()
-                        .unwrap_or_else(|| RETRY.after(delivery.tries));
-                    let at = Instant::now() + pause.min(RETRY.after(u32::MAX));
+                        .unwrap_or_else(|| RETRY_BACKOFF.after(delivery.tries));
+                    let at = Instant::now() + pause.min(RETRY_BACKOFF.after(u32::MAX));
                     self.retries.push((at, delivery));
                     return;
                 }
                 self.dropped
-                    .count(&format!("not posted for {MAX_AGE:?}: {failure}"));
+                    .count(&format!("not posted for {MAX_RETRY_AGE:?}: {failure}"));
             }
             (Err(failure), _) => tracing::debug!(%failure, "the apiserver rejected an event"),
         }
@@ -377,7 +377,7 @@ pub(super) async fn run(
     mut poster: Poster,
     mut emitted: mpsc::Receiver<Emitted>,
     mut flushes: mpsc::Receiver<oneshot::Sender<()>>,
-    mut lull: Lull,
+    mut idle_gate: IdleGate,
 ) {
     let mut requests: JoinSet<(Delivery, Result<(), ApiFailure>)> = JoinSet::new();
     let mut flushing: Option<oneshot::Sender<()>> = None;
@@ -395,13 +395,13 @@ pub(super) async fn run(
             }
         }
         let has_room = poster.len() < MAX_QUEUED / 2;
-        let most = if poster.gate.is_suspect() {
+        let most = if poster.backpressure.is_unresponsive() {
             1
         } else {
-            MAX_POSTS
+            MAX_PARALLEL_REQUESTS
         };
         let may_send = requests.len() < most;
-        let lull = Some(&mut lull).filter(|_| flushing.is_none());
+        let idle_gate = Some(&mut idle_gate).filter(|_| flushing.is_none());
         tokio::select! {
             // The order is fixed: warnings overtake normal events, and a simulated run replays exactly.
             biased;
@@ -409,8 +409,8 @@ pub(super) async fn run(
             Some(done) = flushes.recv(), if flushing.is_none() => flushing = Some(done),
             // Cancel-safe: an outcome is either returned or stays in the set. Tasks are
             // never aborted, and a panic terminates the process.
-            Some(Ok((delivery, outcome))) = requests.join_next() => poster.settle(delivery, outcome),
-            Some(delivery) = poster.next(lull), if may_send => {
+            Some(Ok((delivery, outcome))) = requests.join_next() => poster.process_outcome(delivery, outcome),
+            Some(delivery) = poster.next(idle_gate), if may_send => {
                 let sink = Arc::clone(&sink);
                 requests.spawn(async move {
                     let outcome = delivery.send(&*sink).await;
@@ -423,6 +423,6 @@ pub(super) async fn run(
 }
 
 /// Truncates a message to the API's limit of 1024 characters.
-fn shortened(message: &str) -> String {
+fn truncate_message(message: &str) -> String {
     message.chars().take(1024).collect()
 }

@@ -4,15 +4,15 @@ use async_trait::async_trait;
 use k8s_openapi::api::core::v1::Event;
 use serde_json::Value;
 
-use super::poster::{EventSink, Waiting};
+use super::poster::{EventSink, QueuedEvents};
 use super::*;
 use crate::agent::Starts;
 use crate::kubeapi::pods::ApiFailure;
 
 fn emitted(kind: Kind, reason: &str) -> Emitted {
     Emitted {
-        at: Timestamp::UNIX_EPOCH,
-        came: Instant::now(),
+        occurred_at: Timestamp::UNIX_EPOCH,
+        queued_at: Instant::now(),
         about: object("Pod", "p"),
         kind,
         reason: reason.into(),
@@ -24,16 +24,16 @@ fn emitted(kind: Kind, reason: &str) -> Emitted {
 #[tokio::test(start_paused = true)]
 async fn a_normal_event_waits_until_starts_are_idle_and_a_warning_does_not() {
     let starts = Starts::for_processors(1);
-    let (mut lull, begun) = (starts.lull(), Instant::now());
-    let (mut waiting, busy) = (Waiting::default(), HashSet::new());
-    assert!(waiting.next(Some(&mut lull), &busy).await.is_none());
+    let (mut idle_gate, begun) = (starts.idle_gate(), Instant::now());
+    let (mut waiting, busy) = (QueuedEvents::default(), HashSet::new());
+    assert!(waiting.next(Some(&mut idle_gate), &busy).await.is_none());
     waiting.add(emitted(Kind::Normal, "Pulled"));
     waiting.add(emitted(Kind::Normal, "Created"));
     waiting.add(emitted(Kind::Warning, "Failed"));
     let posted = async {
         tokio::time::sleep(Duration::from_millis(1)).await;
         let mut posted = vec![];
-        while let Some(next) = waiting.next(Some(&mut lull), &busy).await {
+        while let Some(next) = waiting.next(Some(&mut idle_gate), &busy).await {
             posted.push((next.reason, begun.elapsed().as_millis() / 100));
         }
         posted
@@ -104,8 +104,14 @@ impl EventSink for Sink {
 impl Sink {
     fn events(&self) -> Events {
         let (node, clock) = ("n", Clock::starting_at(Timestamp::UNIX_EPOCH));
-        let lull = Starts::for_processors(1).lull();
-        Events::over(Arc::new(self.clone()), node, clock, (50.0, 100.0), lull)
+        let idle_gate = Starts::for_processors(1).idle_gate();
+        Events::with_sink(
+            Arc::new(self.clone()),
+            node,
+            clock,
+            (50.0, 100.0),
+            idle_gate,
+        )
     }
 
     fn stored(&self) -> Vec<(String, i32)> {
@@ -114,7 +120,7 @@ impl Sink {
 }
 
 fn warn(events: &Events, pod: &str, message: &str) {
-    events.say(object("Pod", pod), Kind::Warning, "Failed", message);
+    events.emit(object("Pod", pod), Kind::Warning, "Failed", message);
 }
 
 #[tokio::test(start_paused = true)]

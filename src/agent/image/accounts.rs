@@ -14,7 +14,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Pod, ServiceAccount};
 
 /// The requested lifetime of tokens, in seconds. The API may issue a different one.
-const LIFETIME: i64 = 3600;
+const TOKEN_SECONDS: i64 = 3600;
 
 /// The API operations for service accounts.
 #[async_trait]
@@ -50,9 +50,9 @@ pub struct Caller<'a> {
 /// The input that a plugin gets.
 pub enum Granted {
     /// The plugin is not called: the pod has no service account, or the account lacks a required annotation.
-    NotAsked,
+    Skipped,
     /// No token: the pod has no service account, and the plugin does not require one.
-    Nothing,
+    WithoutToken,
     /// A token and the service account's annotations.
     Account(Grant),
 }
@@ -67,8 +67,8 @@ impl Tokens {
         let name = pod::spec(caller.pod).service_account_name.as_deref();
         let Some(name) = name.filter(|name| !name.is_empty()) else {
             return Ok(match rules.requires_account {
-                true => Granted::NotAsked,
-                false => Granted::Nothing,
+                true => Granted::Skipped,
+                false => Granted::WithoutToken,
             });
         };
         let namespace = meta::namespace(caller.pod);
@@ -82,7 +82,7 @@ impl Tokens {
                 name,
                 "the service account lacks an annotation that a credential provider requires"
             );
-            return Ok(Granted::NotAsked);
+            return Ok(Granted::Skipped);
         };
         let account = ByAccount {
             uid: meta::uid(&account).to_owned(),
@@ -118,7 +118,7 @@ impl Tokens {
         let request = TokenFor {
             pod: caller.pod,
             audience: &rules.audience,
-            seconds: LIFETIME,
+            seconds: TOKEN_SECONDS,
             account_uid: Some(&account.uid),
         };
         let token = caller.accounts.token(request).await;

@@ -77,12 +77,13 @@ impl CollectError {
 }
 
 /// Interval between collections; it grows while no image can be removed.
-const PAUSES: Doubling = Doubling::new(Duration::from_secs(300), Duration::from_secs(1200));
+const COLLECTION_INTERVAL: Doubling =
+    Doubling::new(Duration::from_secs(300), Duration::from_secs(1200));
 
 /// Runs until the process exits.
 pub async fn run(context: Arc<Context>) {
     let rules = &context.config.image_rules;
-    let (mut failures, mut pauses) = (0_u32, PAUSES);
+    let (mut failures, mut pauses) = (0_u32, COLLECTION_INTERVAL);
     loop {
         if rules.enabled() {
             match pass(&context).await {
@@ -104,7 +105,7 @@ pub async fn run(context: Arc<Context>) {
             }
         }
         let pause = match failures {
-            0 => PAUSES.after(1),
+            0 => COLLECTION_INTERVAL.after(1),
             _ => pauses.pause(),
         };
         tokio::time::sleep(pause).await;
@@ -145,7 +146,7 @@ fn present(stock: &Stock, wanted: &BTreeSet<String>) -> Vec<ImageOnNode> {
 }
 
 /// The observed images.
-struct Seen {
+struct ObservedImages {
     images: Vec<ImageOnNode>,
     /// The runtime's answer.
     stock: Stock,
@@ -154,22 +155,26 @@ struct Seen {
 }
 
 /// Lists the images, and records which are in use.
-async fn see(context: &Context, ages: &mut Ages) -> Result<Seen, CollectError> {
+async fn observe_images(
+    context: &Context,
+    ages: &mut Ages,
+) -> Result<ObservedImages, CollectError> {
     let stock = context.runtime.stock().await;
     let stock = stock.map_err(CollectError::Unlisted)?;
     let images = present(&stock, &wanted_by_pods(context).await);
     let at = context.clock.now();
     ages.record(&images, at);
-    Ok(Seen { images, stock, at })
+    Ok(ObservedImages { images, stock, at })
 }
 
 /// Removes unused images until at least `wanted` bytes are freed, the least recently used first. Removes all of them if
 /// this is not enough. Returns the freed bytes.
 pub async fn make_room(context: &Context, wanted: u64) -> Result<u64, CollectError> {
     let mut ages = context.images.ages.lock().await;
-    let Seen { images, at, .. } = see(context, &mut ages).await?;
+    let ObservedImages { images, at, .. } = observe_images(context, &mut ages).await?;
     let unused = ages.unused(&images, context.config.image_rules.minimum_age, at);
-    let (freed, failed) = free(context, &unused, wanted, "the node is short of disk space").await;
+    let (freed, failed) =
+        remove_until_freed(context, &unused, wanted, "the node is short of disk space").await;
     match failed {
         Some(error) if freed == 0 => Err(error),
         _ => Ok(freed),
@@ -177,7 +182,7 @@ pub async fn make_room(context: &Context, wanted: u64) -> Result<u64, CollectErr
 }
 
 /// The pods that use each image, by image name.
-async fn users(context: &Context) -> BTreeMap<String, Vec<String>> {
+async fn pods_by_image(context: &Context) -> BTreeMap<String, Vec<String>> {
     let mut users: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for pod in context.ledger.pods().await {
         let (namespace, name) = (
@@ -198,13 +203,13 @@ async fn users(context: &Context) -> BTreeMap<String, Vec<String>> {
 /// Reports which images the rules would remove now, and why others stay.
 pub async fn report(context: &Context) -> Result<Report, CollectError> {
     let mut ages = context.images.ages.lock().await;
-    judge(context, &mut ages).await
+    plan_report(context, &mut ages).await
 }
 
 /// Removes the images and containers of [`report`]. Returns the same report with the failures.
 pub async fn collect(context: &Context) -> Result<Report, CollectError> {
     let mut ages = context.images.ages.lock().await;
-    let mut report = judge(context, &mut ages).await?;
+    let mut report = plan_report(context, &mut ages).await?;
     for image in &report.images {
         let reason = match image.fate {
             Fate::Goes(Removal::Age) => "age",
@@ -227,12 +232,12 @@ async fn disk(context: &Context, stock: &Stock) -> Result<Filesystem, CollectErr
     disk.map_err(CollectError::Unmeasured)
 }
 
-async fn judge(context: &Context, ages: &mut Ages) -> Result<Report, CollectError> {
-    let Seen { images, stock, at } = see(context, ages).await?;
+async fn plan_report(context: &Context, ages: &mut Ages) -> Result<Report, CollectError> {
+    let ObservedImages { images, stock, at } = observe_images(context, ages).await?;
     let disk = disk(context, &stock).await?;
     let rules = &context.config.image_rules;
     let plan = ages.plan(&images, rules, disk, context.started, at);
-    let users = users(context).await;
+    let users = pods_by_image(context).await;
     let names = |id: &str| {
         let image = stock.images.iter().find(|i| i.id == *id);
         image.map(|i| i.names.clone()).unwrap_or_default()
@@ -248,7 +253,7 @@ async fn judge(context: &Context, ages: &mut Ages) -> Result<Report, CollectErro
         }
     };
     let judged = ages.decisions(&images, &plan, rules.minimum_age, at, by);
-    let containers = dead_containers::look(context, false).await;
+    let containers = dead_containers::find(context, false).await;
     let going = |judged: &&ImageDecision| matches!(judged.fate, Fate::Goes(_));
     Ok(Report {
         node: context.config.node_name.clone(),
@@ -277,7 +282,7 @@ async fn judge(context: &Context, ages: &mut Ages) -> Result<Report, CollectErro
 
 async fn pass(context: &Context) -> Result<(), CollectError> {
     let mut ages = context.images.ages.lock().await;
-    let Seen { images, stock, at } = see(context, &mut ages).await?;
+    let ObservedImages { images, stock, at } = observe_images(context, &mut ages).await?;
     let disk = disk(context, &stock).await?;
     if disk.capacity == 0 {
         return Err(CollectError::NoCapacity);
@@ -303,7 +308,7 @@ async fn pass(context: &Context) -> Result<(), CollectError> {
         }
     }
     let why = "disk usage is above imageGCHighThresholdPercent";
-    let (freed, unfreed) = free(context, &plan.candidates, plan.wanted, why).await;
+    let (freed, unfreed) = remove_until_freed(context, &plan.candidates, plan.wanted, why).await;
     if freed < plan.wanted {
         return Err(CollectError::TooLittle {
             percent: disk.percent(),
@@ -316,7 +321,7 @@ async fn pass(context: &Context) -> Result<(), CollectError> {
 }
 
 /// Removes images in order, until at least `wanted` bytes are freed. Returns the freed bytes and the last failure.
-async fn free(
+async fn remove_until_freed(
     context: &Context,
     images: &[ImageOnNode],
     wanted: u64,
@@ -373,9 +378,12 @@ mod tests {
             freed: 10,
             failed,
         };
-        let told = error(Some(Box::new(unremoved)));
-        assert!(told.to_string().contains(&failed), "{told}");
-        assert_eq!(told.reason(), Some("FreeDiskSpaceFailed"));
+        let error_with_cause = error(Some(Box::new(unremoved)));
+        assert!(
+            error_with_cause.to_string().contains(&failed),
+            "{error_with_cause}"
+        );
+        assert_eq!(error_with_cause.reason(), Some("FreeDiskSpaceFailed"));
         assert!(error(None).to_string().contains("(freed 10 bytes)."));
         assert_eq!(
             CollectError::NoCapacity.reason(),

@@ -41,7 +41,7 @@ use crate::core::pod::{self, Role};
 use crate::cri::{Credentials, Image};
 
 /// How long a failed pull is shown as such, before the container's reason becomes `ImagePullBackOff`.
-const SHOWN: Duration = Duration::from_secs(2);
+const PULL_ERROR_SHOWN_FOR: Duration = Duration::from_secs(2);
 
 /// Why a container waits: reason, message, and the time of the next attempt if it is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -144,7 +144,7 @@ impl Images {
 
     /// The number of pulls in progress.
     #[must_use]
-    pub fn under_way(&self) -> usize {
+    pub fn pulls_in_progress(&self) -> usize {
         self.parallel.saturating_sub(self.slots.available_permits())
     }
 
@@ -159,7 +159,7 @@ impl Images {
 }
 
 /// The credentials of the pod's pull secrets for an image, each with its secret.
-fn of_secrets(secrets: &[Arc<Secret>], image: &str) -> Vec<(Entry, BySecret)> {
+fn secret_credentials(secrets: &[Arc<Secret>], image: &str) -> Vec<(Entry, BySecret)> {
     let by = |secret: &Secret, entry: &Entry| BySecret {
         uid: secret.uid().unwrap_or_default(),
         namespace: secret.namespace().unwrap_or_default(),
@@ -188,7 +188,7 @@ pub trait SandboxMessage: Send + Sync {
 
 /// The pod and the container for which an image is pulled.
 #[derive(Clone, Copy)]
-pub struct For<'a> {
+pub struct PullContext<'a> {
     /// The pod.
     pub pod: &'a Pod,
     /// The role of the container in the pod.
@@ -202,11 +202,11 @@ pub struct For<'a> {
 /// Ensures that all images of a container are present.
 pub async fn ensure_all(
     context: &Context,
-    whose: For<'_>,
+    pull_context: PullContext<'_>,
     container: &Container,
 ) -> Result<Pulled, Waiting> {
     let mut volumes = BTreeMap::new();
-    for volume in pod::spec(whose.pod).volumes.iter().flatten() {
+    for volume in pod::spec(pull_context.pod).volumes.iter().flatten() {
         let mounted = container
             .volume_mounts
             .iter()
@@ -221,61 +221,61 @@ pub async fn ensure_all(
             image_pull_policy: source.pull_policy.clone(),
             ..container.clone()
         };
-        let image = ensure(context, whose, &wanted).await?;
+        let image = ensure(context, pull_context, &wanted).await?;
         volumes.insert(volume.name.clone(), image.id);
     }
     Ok(Pulled {
-        own: ensure(context, whose, container).await?,
+        own: ensure(context, pull_context, container).await?,
         volumes,
     })
 }
 
 /// The container in events about its image.
-struct About<'a> {
+struct ImageEvents<'a> {
     context: &'a Context,
-    whose: For<'a>,
+    pull_context: PullContext<'a>,
     /// The container's field path.
     path: String,
 }
 
-impl About<'_> {
-    fn say(&self, kind: Kind, reason: &str, message: impl Into<String>) {
+impl ImageEvents<'_> {
+    fn emit_event(&self, kind: Kind, reason: &str, message: impl Into<String>) {
         let path = Some(self.path.clone());
         self.context
             .events
-            .pod(self.whose.pod, path, kind, reason, message);
+            .pod(self.pull_context.pod, path, kind, reason, message);
     }
 
     /// Emits two events: why the container cannot start, and the reason of its waiting state.
-    fn refuse(&self, said: (Kind, &str, String), waiting: &str) {
-        let (kind, reason, message) = said;
-        self.say(kind, reason, message);
-        self.say(Kind::Warning, "Failed", format!("Error: {waiting}"));
+    fn emit_failure(&self, event: (Kind, &str, String), waiting: &str) {
+        let (kind, reason, message) = event;
+        self.emit_event(kind, reason, message);
+        self.emit_event(Kind::Warning, "Failed", format!("Error: {waiting}"));
     }
 }
 
 /// Ensures that the container's image is present.
 async fn ensure(
     context: &Context,
-    whose: For<'_>,
+    pull_context: PullContext<'_>,
     container: &Container,
 ) -> Result<Image, Waiting> {
     let spec_image = container.image.clone().unwrap_or_default();
-    let about = About {
+    let events = ImageEvents {
         context,
-        whose,
-        path: whose.role.field_path(&container.name),
+        pull_context,
+        path: pull_context.role.field_path(&container.name),
     };
     let name = with_default_tag(&spec_image).map_err(|error| {
         let reason = "InvalidImageName";
-        about.refuse((Kind::Warning, "InspectFailed", error.clone()), reason);
+        events.emit_failure((Kind::Warning, "InspectFailed", error.clone()), reason);
         Waiting::new(reason, Fault::invalid(error))
     })?;
     let present = context.runtime.image(&name).await.map_err(|error| {
         let fault = Fault::from(error).within(&format!("Failed to inspect image {name:?}"));
         let reason = "ImageInspectError";
-        let told = (Kind::Warning, "InspectFailed", fault.to_string());
-        about.refuse(told, reason);
+        let event = (Kind::Warning, "InspectFailed", fault.to_string());
+        events.emit_failure(event, reason);
         Waiting::new(reason, fault)
     })?;
     let policy = container
@@ -285,7 +285,7 @@ async fn ensure(
     // An image that the pod may not use is treated as missing.
     let usable = match present {
         Some(image) if policy != "Always" => {
-            let allowed = allowed(context, &name, &image, whose).await;
+            let allowed = may_use_present(context, &name, &image, pull_context).await;
             allowed.then_some(image)
         }
         _ => None,
@@ -295,22 +295,26 @@ async fn ensure(
             let message = format!(
                 "Container image {spec_image:?} already present on machine and can be accessed by the pod"
             );
-            about.say(Kind::Normal, "Pulled", message);
+            events.emit_event(Kind::Normal, "Pulled", message);
             Ok(image)
         }
         ("Never", None) => {
             let reason = "ErrImageNeverPull";
             let message =
                 format!("Container image {spec_image:?} is not present with pull policy of Never");
-            about.refuse((Kind::Warning, reason, message.clone()), reason);
+            events.emit_failure((Kind::Warning, reason, message.clone()), reason);
             Err(Waiting::new(reason, Fault::later(message)))
         }
-        _ => pull(&about, &spec_image, &name).await,
+        _ => pull(&events, &spec_image, &name).await,
     }
 }
 
 /// The credentials of plugins for an image and a pod, each with its service account if it is limited to one.
-async fn of_plugins(context: &Context, name: &str, pod: &Pod) -> Vec<(Entry, Option<ByAccount>)> {
+async fn plugin_credentials(
+    context: &Context,
+    name: &str,
+    pod: &Pod,
+) -> Vec<(Entry, Option<ByAccount>)> {
     let caller = Caller {
         accounts: &context.api,
         pod,
@@ -320,7 +324,12 @@ async fn of_plugins(context: &Context, name: &str, pod: &Pod) -> Vec<(Entry, Opt
 }
 
 /// Whether a pod may use an image that is present (KEP-2535).
-async fn allowed(context: &Context, name: &str, image: &Image, whose: For<'_>) -> bool {
+async fn may_use_present(
+    context: &Context,
+    name: &str,
+    image: &Image,
+    pull_context: PullContext<'_>,
+) -> bool {
     let images = &context.images;
     // Without verification the disk is not read.
     let Some(records) = images
@@ -338,7 +347,7 @@ async fn allowed(context: &Context, name: &str, image: &Image, whose: For<'_>) -
             return false;
         }
     };
-    let secrets: Vec<BySecret> = of_secrets(whose.secrets, name)
+    let secrets: Vec<BySecret> = secret_credentials(pull_context.secrets, name)
         .into_iter()
         .map(|(_, by)| by)
         .collect();
@@ -353,13 +362,16 @@ async fn allowed(context: &Context, name: &str, image: &Image, whose: For<'_>) -
     if may(None) || !pulled::depends_on_account(untagged, record) {
         return may(None);
     }
-    let known = of_plugins(context, name, whose.pod).await;
+    let known = plugin_credentials(context, name, pull_context.pod).await;
     may(known.iter().find_map(|(_, account)| account.as_ref()))
 }
 
-async fn pull(about: &About<'_>, shown: &str, name: &str) -> Result<Image, Waiting> {
-    let context = about.context;
-    let key = (about.whose.pod.uid().unwrap_or_default(), name.to_owned());
+async fn pull(events: &ImageEvents<'_>, shown: &str, name: &str) -> Result<Image, Waiting> {
+    let context = events.context;
+    let key = (
+        events.pull_context.pod.uid().unwrap_or_default(),
+        name.to_owned(),
+    );
     let backoff = || lock(&context.images.backoff);
     let held = backoff().held(&key, context.clock.now());
     if let Some((until, error)) = held {
@@ -367,7 +379,7 @@ async fn pull(about: &About<'_>, shown: &str, name: &str) -> Result<Image, Waiti
             "ImagePullBackOff",
             format!("Back-off pulling image {shown:?}"),
         );
-        about.refuse((Kind::Normal, "BackOff", message.clone()), reason);
+        events.emit_failure((Kind::Normal, "BackOff", message.clone()), reason);
         return Err(Waiting {
             reason: reason.into(),
             message: format!("{message}: {error}"),
@@ -375,30 +387,30 @@ async fn pull(about: &About<'_>, shown: &str, name: &str) -> Result<Image, Waiti
             class: Class::RetryLater,
         });
     }
-    about.say(Kind::Normal, "Pulling", format!("Pulling image {shown:?}"));
-    let asked = Instant::now();
-    match attempt(context, name, about.whose).await {
+    events.emit_event(Kind::Normal, "Pulling", format!("Pulling image {shown:?}"));
+    let begun = Instant::now();
+    match attempt(context, name, events.pull_context).await {
         Ok((image, took)) => {
             backoff().succeeded(&key);
             context.metrics.pulled(image.size, took);
             let message = format!(
                 "Successfully pulled image {shown:?} in {took:.3?} ({:.3?} including waiting). Image size: {} bytes.",
-                asked.elapsed(),
+                begun.elapsed(),
                 image.size
             );
-            about.say(Kind::Normal, "Pulled", message);
+            events.emit_event(Kind::Normal, "Pulled", message);
             Ok(image)
         }
         Err(error) => {
             let (reason, message) = pull_failure(shown, &error);
             let shown_later = format!("{reason}: {message}");
             let until = backoff().failed(key, &shown_later, context.clock.now());
-            let said = format!("Failed to pull image {shown:?}: {error}");
-            about.refuse((Kind::Warning, "Failed", said), reason);
+            let error_message = format!("Failed to pull image {shown:?}: {error}");
+            events.emit_failure((Kind::Warning, "Failed", error_message), reason);
             Err(Waiting {
                 reason: reason.into(),
                 message,
-                again: Some(until.min(context.clock.now() + SHOWN)),
+                again: Some(until.min(context.clock.now() + PULL_ERROR_SHOWN_FOR)),
                 class: Class::RetryLater,
             })
         }
@@ -406,10 +418,10 @@ async fn pull(about: &About<'_>, shown: &str, name: &str) -> Result<Image, Waiti
 }
 
 /// All credentials for the image, in the order in which they are tried.
-async fn candidates(
+async fn credentials_to_try(
     context: &Context,
     name: &str,
-    whose: For<'_>,
+    pull_context: PullContext<'_>,
 ) -> Vec<(Option<Credentials>, PullCredential)> {
     let images = &context.images;
     let login = |entry: Entry| {
@@ -418,17 +430,20 @@ async fn candidates(
             password: entry.password,
         })
     };
-    let mut all: Vec<(Option<Credentials>, PullCredential)> = of_secrets(whose.secrets, name)
-        .into_iter()
-        .map(|(entry, by)| (login(entry), PullCredential::Secret(by)))
-        .collect();
+    let mut all: Vec<(Option<Credentials>, PullCredential)> =
+        secret_credentials(pull_context.secrets, name)
+            .into_iter()
+            .map(|(entry, by)| (login(entry), PullCredential::Secret(by)))
+            .collect();
     all.extend(
         keyring::matching(&images.node_entries().await, name)
             .into_iter()
             .map(|entry| (login(entry), PullCredential::Anyone)),
     );
-    let of_plugins = of_plugins(context, name, whose.pod).await.into_iter();
-    all.extend(of_plugins.map(|(entry, account)| {
+    let plugin_credentials = plugin_credentials(context, name, pull_context.pod)
+        .await
+        .into_iter();
+    all.extend(plugin_credentials.map(|(entry, account)| {
         let by = account.map_or(PullCredential::Anyone, PullCredential::Account);
         (login(entry), by)
     }));
@@ -441,10 +456,10 @@ async fn candidates(
 async fn attempt(
     context: &Context,
     name: &str,
-    whose: For<'_>,
+    pull_context: PullContext<'_>,
 ) -> Result<(Image, std::time::Duration), String> {
     let images = &context.images;
-    let sandbox = whose.sandbox.sandbox_message().await;
+    let sandbox = pull_context.sandbox.sandbox_message().await;
     let sandbox = sandbox.map_err(|fault| fault.message)?;
     let _slot = images.slots.acquire().await.map_err(|e| e.to_string())?;
     let quota = lock(&images.quota).take(context.clock.now());
@@ -452,12 +467,12 @@ async fn attempt(
         return Err("pull QPS exceeded".into());
     }
     let start = Instant::now();
-    let noted = match &images.records {
-        Some(records) => Some(records.begin(name).await.map_err(|e| e.message)?),
+    let record = match &images.records {
+        Some(records) => Some(records.record_intent(name).await.map_err(|e| e.message)?),
         None => None,
     };
     let mut errors: Vec<String> = Vec::new();
-    for (credentials, by) in candidates(context, name, whose).await {
+    for (credentials, by) in credentials_to_try(context, name, pull_context).await {
         let pulled = context.runtime.pull(name, credentials, &sandbox);
         if let Err(error) = pulled.await {
             errors.push(error.without_unknown());
@@ -470,15 +485,17 @@ async fn attempt(
             .map_err(|e| e.to_string())?;
         let image = image
             .ok_or_else(|| format!("the runtime pulled the image {name:?} but does not list it"))?;
-        if let Some(pull) = noted {
+        if let Some(pull) = record {
             let now = context.clock.now();
-            let done = pull.done(&image.id, untagged(name), by, now).await;
+            let done = pull
+                .record_success(&image.id, untagged(name), by, now)
+                .await;
             done.map_err(|e| e.message)?;
         }
         return Ok((image, start.elapsed()));
     }
-    if let Some(pull) = noted {
-        pull.failed().await;
+    if let Some(pull) = record {
+        pull.record_failure().await;
     }
     errors.dedup();
     Err(errors.join("; "))

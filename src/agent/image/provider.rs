@@ -30,7 +30,7 @@ const VERSIONS: [&str; 3] = [
 /// Timeout of a plugin.
 const PLUGIN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Size limit of an answer, in bytes.
-const LIMIT: u64 = 1 << 20;
+const MAX_ANSWER_SIZE: u64 = 1 << 20;
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -86,7 +86,7 @@ struct CachedCredentials {
 
 /// The key of a cached answer: the repository, the registry or everything, and the
 /// service account or token that it is valid for.
-type Kept = (String, Option<Key>);
+type CacheKey = (String, Option<Key>);
 
 /// One plugin.
 struct Provider {
@@ -94,9 +94,9 @@ struct Provider {
     program: PathBuf,
     /// How tokens are passed to the plugin; `None` if it needs none.
     rules: Option<Rules>,
-    cached: Mutex<BTreeMap<Kept, CachedCredentials>>,
+    cached: Mutex<BTreeMap<CacheKey, CachedCredentials>>,
     /// Serialises calls so that concurrent callers reuse the cached answer.
-    asking: tokio::sync::Mutex<()>,
+    call_lock: tokio::sync::Mutex<()>,
 }
 
 /// All plugins, in the order of the configuration.
@@ -224,7 +224,7 @@ impl Providers {
                     program,
                     rules,
                     cached: Mutex::default(),
-                    asking: tokio::sync::Mutex::default(),
+                    call_lock: tokio::sync::Mutex::default(),
                 });
             }
         }
@@ -249,7 +249,10 @@ impl Providers {
                 .iter()
                 .any(|m| keyring::pattern_matches(m, &repository))
         }) {
-            match provider.answer(&repository, caller, &self.tokens).await {
+            match provider
+                .credentials_for_pod(&repository, caller, &self.tokens)
+                .await
+            {
                 Ok((entries, account)) => {
                     let entries = keyring::matching(&entries, image).into_iter();
                     found.extend(entries.map(|entry| (entry, account.clone())));
@@ -270,7 +273,7 @@ impl Providers {
 
 impl Provider {
     /// The plugin's credentials for a repository and a pod, and the service account that they are valid for.
-    async fn answer(
+    async fn credentials_for_pod(
         &self,
         repository: &str,
         caller: Caller<'_>,
@@ -281,8 +284,8 @@ impl Provider {
             Some(rules) => {
                 let granted = tokens.grant(rules, caller).await;
                 match granted.map_err(anyhow::Error::msg)? {
-                    Granted::NotAsked => return Ok((vec![], None)),
-                    Granted::Nothing => None,
+                    Granted::Skipped => return Ok((vec![], None)),
+                    Granted::WithoutToken => None,
                     Granted::Account(grant) => Some(grant),
                 }
             }
@@ -307,11 +310,11 @@ impl Provider {
         if let Some(cached) = self.cached(repository, whose.as_ref()) {
             return Ok(cached);
         }
-        let _asking = self.asking.lock().await;
+        let _guard = self.call_lock.lock().await;
         if let Some(cached) = self.cached(repository, whose.as_ref()) {
             return Ok(cached);
         }
-        let answer = tokio::time::timeout(PLUGIN_TIMEOUT, self.ask(repository, grant))
+        let answer = tokio::time::timeout(PLUGIN_TIMEOUT, self.call_plugin(repository, grant))
             .await
             .map_err(|_| anyhow::anyhow!("no answer within a minute"))??;
         if answer.api_version != self.definition.api_version {
@@ -321,7 +324,7 @@ impl Provider {
                 self.definition.api_version
             );
         }
-        self.check_echo(&answer, grant)?;
+        self.reject_returned_token(&answer, grant)?;
         let entries: Vec<Entry> = answer
             .auth
             .into_iter()
@@ -355,7 +358,7 @@ impl Provider {
 
     /// Rejects an answer that contains the token: the token is bound to one
     /// pod, so the answer must not be cached for others.
-    fn check_echo(&self, answer: &Answer, grant: Option<&Grant>) -> anyhow::Result<()> {
+    fn reject_returned_token(&self, answer: &Answer, grant: Option<&Grant>) -> anyhow::Result<()> {
         let by_token = self.rules.as_ref().is_some_and(|rules| rules.by_token);
         let Some(grant) = grant.filter(|_| !by_token) else {
             return Ok(());
@@ -368,7 +371,7 @@ impl Provider {
         Ok(())
     }
 
-    async fn ask(&self, repository: &str, grant: Option<&Grant>) -> anyhow::Result<Answer> {
+    async fn call_plugin(&self, repository: &str, grant: Option<&Grant>) -> anyhow::Result<Answer> {
         let mut command = tokio::process::Command::new(&self.program);
         command
             .args(&self.definition.args)
@@ -398,7 +401,7 @@ impl Provider {
             // A plugin may ignore its standard input.
             let _ = stdin.write_all(request.as_bytes()).await;
             drop(stdin);
-            stdout.take(LIMIT).read_to_end(&mut text).await
+            stdout.take(MAX_ANSWER_SIZE).read_to_end(&mut text).await
         };
         talk.await.context("cannot read the plugin's answer")?;
         let status = child.wait().await?;

@@ -23,7 +23,7 @@ pub struct Records(Arc<Store>);
 struct Store {
     dir: PathBuf,
     /// Held while files are changed.
-    changing: Mutex<()>,
+    write_lock: Mutex<()>,
     /// Pulls in progress, by image. Never held during disk access.
     pulls: Mutex<BTreeMap<String, usize>>,
 }
@@ -66,7 +66,7 @@ impl Store {
     }
 
     /// Removes one pull of the image. Returns whether it was the last.
-    fn leave(&self, image: &str) -> bool {
+    fn remove_pull(&self, image: &str) -> bool {
         let mut pulls = lock(&self.pulls);
         match pulls.get_mut(image) {
             Some(several) if *several > 1 => {
@@ -102,7 +102,7 @@ impl Records {
         }
         Ok(Records(Arc::new(Store {
             dir,
-            changing: Mutex::default(),
+            write_lock: Mutex::default(),
             pulls: Mutex::default(),
         })))
     }
@@ -124,11 +124,11 @@ impl Records {
     }
 
     /// Writes the intent file of a pull. Without it, an image pulled before a crash would count as preloaded.
-    pub async fn begin(&self, image: &str) -> Result<Pull, HostError> {
+    pub async fn record_intent(&self, image: &str) -> Result<Pull, HostError> {
         let (store, image) = (self.0.clone(), image.to_owned());
         let text = json!({"kind": "ImagePullIntent", "apiVersion": "kubelet.config.k8s.io/v1beta1", "image": image}).to_string();
-        let note = move || {
-            let _changing = lock(&store.changing);
+        let write_record = move || {
+            let _guard = lock(&store.write_lock);
             write(&store.intent(&image), text.as_bytes())?;
             *lock(&store.pulls).entry(image.clone()).or_default() += 1;
             Ok(Pull {
@@ -137,13 +137,13 @@ impl Records {
                 ended: false,
             })
         };
-        blocking("cannot record the start of the image pull", note).await
+        blocking("cannot record the start of the image pull", write_record).await
     }
 }
 
 impl Pull {
     /// Records a successful pull. `untagged` is the image's name in the pod, without tag and digest.
-    pub async fn done(
+    pub async fn record_success(
         mut self,
         reference: &str,
         untagged: &str,
@@ -151,9 +151,9 @@ impl Pull {
         now: jiff::Timestamp,
     ) -> Result<(), HostError> {
         let (reference, untagged) = (reference.to_owned(), untagged.to_owned());
-        let note = move || {
+        let write_record = move || {
             let store = self.store.clone();
-            let _changing = lock(&store.changing);
+            let _guard = lock(&store.write_lock);
             let path = store.record(&reference);
             let known = record_in(&path).unwrap_or_else(|error| {
                 tracing::warn!(%error, image = self.image, "cannot read the image's pull record; replacing it");
@@ -163,18 +163,18 @@ impl Pull {
             record.image_ref = reference;
             record.add_pull(&untagged, by, &now.to_string());
             write(&path, &serde_json::to_vec(&record)?)?;
-            self.end()
+            self.finish()
         };
-        blocking("cannot write the image's pull record", note).await
+        blocking("cannot write the image's pull record", write_record).await
     }
 
     /// Records a failed pull.
-    pub async fn failed(mut self) {
+    pub async fn record_failure(mut self) {
         let image = self.image.clone();
         let end = move || {
             let store = self.store.clone();
-            let _changing = lock(&store.changing);
-            self.end()
+            let _guard = lock(&store.write_lock);
+            self.finish()
         };
         if let Err(error) = blocking("cannot remove the pull intent", end).await {
             tracing::warn!(%error, image, "the intent file of a failed image pull was not removed");
@@ -182,9 +182,9 @@ impl Pull {
     }
 
     /// The last pull of an image removes the intent file.
-    fn end(&mut self) -> io::Result<()> {
+    fn finish(&mut self) -> io::Result<()> {
         self.ended = true;
-        if self.store.leave(&self.image) {
+        if self.store.remove_pull(&self.image) {
             remove(&self.store.intent(&self.image))
         } else {
             Ok(())
@@ -195,7 +195,7 @@ impl Pull {
 impl Drop for Pull {
     fn drop(&mut self) {
         if !self.ended {
-            self.store.leave(&self.image);
+            self.store.remove_pull(&self.image);
         }
     }
 }
@@ -225,7 +225,8 @@ mod tests {
     }
 
     async fn done(pull: Pull, by: PullCredential) -> Result<(), HostError> {
-        pull.done(ID, "r/x", by, jiff::Timestamp::UNIX_EPOCH).await
+        pull.record_success(ID, "r/x", by, jiff::Timestamp::UNIX_EPOCH)
+            .await
     }
 
     #[tokio::test]
@@ -233,7 +234,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let records = Records::open(dir.path()).expect("opened");
         assert_eq!(records.read(IMAGE, ID).await, Ok((None, false)));
-        let pull = records.begin(IMAGE).await.expect("noted");
+        let pull = records.record_intent(IMAGE).await.expect("noted");
         assert_eq!(records.read(IMAGE, ID).await, Ok((None, true)));
         done(pull, PullCredential::Secret(secret()))
             .await
@@ -256,7 +257,7 @@ mod tests {
         let records = Records::open(dir.path()).expect("opened");
         let remove = || std::fs::remove_dir_all(dir.path().join("image_manager"));
         remove().expect("removed");
-        let pull = records.begin(IMAGE).await.expect("an intent");
+        let pull = records.record_intent(IMAGE).await.expect("an intent");
         remove().expect("removed");
         done(pull, PullCredential::Secret(secret()))
             .await
@@ -269,21 +270,21 @@ mod tests {
     async fn a_pull_intent_is_removed_with_the_last_of_several_pulls() {
         let dir = tempfile::tempdir().expect("a directory");
         let records = Records::open(dir.path()).expect("opened");
-        let begin = async || records.begin(IMAGE).await.expect("noted");
+        let begin = async || records.record_intent(IMAGE).await.expect("noted");
         let pulling = async || records.read(IMAGE, ID).await.expect("read").1;
         let (first, second, third) = (begin().await, begin().await, begin().await);
-        first.failed().await;
+        first.record_failure().await;
         assert!(pulling().await, "two pulls are in progress");
         drop(second);
         assert!(pulling().await, "one pull is in progress");
-        third.failed().await;
+        third.record_failure().await;
         assert!(!pulling().await, "no pull is in progress");
         drop(begin().await);
         assert!(
             pulling().await,
             "the outcome of a cancelled pull is unknown"
         );
-        begin().await.failed().await;
+        begin().await.record_failure().await;
         assert!(!pulling().await);
     }
 
@@ -293,7 +294,7 @@ mod tests {
         let records = Records::open(dir.path()).expect("opened");
         std::fs::write(records.0.record(ID), "{").expect("written");
         assert!(records.read(IMAGE, ID).await.is_err());
-        let pull = records.begin(IMAGE).await.expect("noted");
+        let pull = records.record_intent(IMAGE).await.expect("noted");
         done(pull, PullCredential::Anyone).await.expect("noted");
         let (record, pulling) = records.read(IMAGE, ID).await.expect("read");
         assert!(record.is_some() && !pulling);

@@ -21,19 +21,19 @@ use crate::host::HostError;
 use crate::sys::meter;
 
 /// Collects changes for this time, as many pods may start or stop together.
-const GATHER: Duration = Duration::from_millis(200);
+const DEBOUNCE: Duration = Duration::from_millis(200);
 /// Interval between updates without a change: the roster lacks a granted resize until the API has it.
-const AGAIN: Duration = Duration::from_secs(60);
+const REFRESH_INTERVAL: Duration = Duration::from_secs(60);
 /// Back-off after a cgroup could not be set.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(5), Duration::from_secs(60));
 /// Back-off between reports of the same failure.
-const REMINDER: Doubling = Doubling::new(Duration::from_secs(60), Duration::from_secs(3600));
+const REPORT_BACKOFF: Doubling = Doubling::new(Duration::from_secs(60), Duration::from_secs(3600));
 /// After this time without a change by another program, a further change of the same file is reported again.
-const QUARREL: Duration = Duration::from_secs(600);
+const REPORT_AGAIN_AFTER: Duration = Duration::from_secs(600);
 
 /// Applies the values, and reverts changes by other programs.
-pub(super) async fn keep(context: &Context) {
-    tokio::join!(apply(context), mend(context));
+pub(super) async fn run(context: &Context) {
+    tokio::join!(apply(context), revert_changes(context));
 }
 
 fn supply(context: &Context) -> Supply {
@@ -51,7 +51,7 @@ fn supply(context: &Context) -> Supply {
 
 /// The messages for events about a cgroup: for success and for failure. `None` for
 /// the cgroup of a QoS class, which has no events.
-fn said(config: &Config, group: &Group) -> Option<(String, String)> {
+fn event_messages(config: &Config, group: &Group) -> Option<(String, String)> {
     let rules = &config.enforcement;
     match group {
         Group::Pods | Group::Root if rules.limits_pods || *group == Group::Root => {
@@ -92,32 +92,32 @@ fn said(config: &Config, group: &Group) -> Option<(String, String)> {
 }
 
 /// The last report about a cgroup.
-struct Told {
+struct LastReport {
     /// The failure; `None` after a success.
     error: Option<HostError>,
     at: Instant,
-    reminder: Doubling,
+    backoff: Doubling,
     again: Duration,
 }
 
 /// Reports changes in the state of a cgroup: the first success, a failure, and with back-off the same failure.
-fn emit(
+fn report_change(
     context: &Context,
-    told: &mut HashMap<String, Told>,
+    reports: &mut HashMap<String, LastReport>,
     group: &Group,
     error: Option<&HostError>,
 ) {
     let key = format!("{group:?}");
     let now = Instant::now();
-    let last = told.get_mut(&key);
+    let last = reports.get_mut(&key);
     let is_known = last.as_ref().is_some_and(|t| t.error.as_ref() == error);
-    let mut reminder = match last {
+    let mut backoff = match last {
         Some(last) if is_known && (error.is_none() || now - last.at < last.again) => return,
-        Some(last) if is_known => last.reminder,
-        _ => REMINDER,
+        Some(last) if is_known => last.backoff,
+        _ => REPORT_BACKOFF,
     };
-    let first = !told.contains_key(&key);
-    let again = reminder.pause();
+    let first = !reports.contains_key(&key);
+    let again = backoff.pause();
     let config = &context.config;
     let event = |kind, message: String| {
         let reason = match kind {
@@ -128,14 +128,14 @@ fn emit(
             .events
             .node(&config.node_name, kind, reason, message);
     };
-    match (said(config, group), error) {
-        (said, Some(error)) => {
+    match (event_messages(config, group), error) {
+        (messages, Some(error)) => {
             tracing::warn!(
                 %error,
                 ?group,
                 "setting a cgroup of the node failed: pods may get more or less than they request; retrying"
             );
-            if let Some((_, failure)) = said {
+            if let Some((_, failure)) = messages {
                 event(Kind::Warning, format!("{failure}: {error}"));
             }
         }
@@ -144,13 +144,13 @@ fn emit(
         (None, None) => tracing::info!(?group, "setting the cgroup of the node succeeded"),
     }
     let error = error.cloned();
-    let now_told = Told {
+    let new_report = LastReport {
         error,
         at: now,
-        reminder,
+        backoff,
         again,
     };
-    told.insert(key, now_told);
+    reports.insert(key, new_report);
 }
 
 /// Applies the values of all cgroups, again whenever pods start or stop.
@@ -158,7 +158,7 @@ async fn apply(context: &Context) {
     let mut roster = context.roster.subscribe();
     let supply = supply(context);
     let rules: &Rules = &context.config.enforcement;
-    let (mut told, mut pauses) = (HashMap::new(), RETRY);
+    let (mut reports, mut pauses) = (HashMap::new(), RETRY);
     loop {
         let known = roster.borrow_and_update().clone();
         let alive = known.iter().map(|k| &k.pod);
@@ -171,7 +171,7 @@ async fn apply(context: &Context) {
         let mut failed = false;
         for ((group, _), answer) in wanted.iter().zip(&answers) {
             failed |= answer.is_err();
-            emit(context, &mut told, group, answer.as_ref().err());
+            report_change(context, &mut reports, group, answer.as_ref().err());
         }
         if !failed {
             pauses.reset();
@@ -179,16 +179,16 @@ async fn apply(context: &Context) {
         let again = failed.then(|| Instant::now() + pauses.pause());
         tokio::select! {
             biased;
-            Ok(()) = roster.changed() => tokio::time::sleep(GATHER).await,
-            () = tokio::time::sleep(AGAIN) => {}
+            Ok(()) = roster.changed() => tokio::time::sleep(DEBOUNCE).await,
+            () = tokio::time::sleep(REFRESH_INTERVAL) => {}
             () = async { match again { Some(at) => tokio::time::sleep_until(at).await, None => std::future::pending().await } } => {}
         }
     }
 }
 
 /// Reverts changes by other programs. Repeated changes are reported once.
-async fn mend(context: &Context) {
-    let mut told: HashMap<(String, String), Instant> = HashMap::new();
+async fn revert_changes(context: &Context) {
+    let mut reported: HashMap<(String, String), Instant> = HashMap::new();
     loop {
         for mended in context.host.mend_cgroups().await {
             let RestoredCgroup {
@@ -197,7 +197,7 @@ async fn mend(context: &Context) {
                 error,
             } = mended;
             let now = Instant::now();
-            told.retain(|_, at| now - *at < QUARREL);
+            reported.retain(|_, at| now - *at < REPORT_AGAIN_AFTER);
             let what = changes.iter().map(ToString::to_string);
             let what: Vec<String> = what.collect();
             let files = changes.into_iter().map(|change| change.file);
@@ -207,7 +207,7 @@ async fn mend(context: &Context) {
             };
             let mut is_new = false;
             for file in files {
-                is_new |= told.insert((cgroup.clone(), file), now).is_none();
+                is_new |= reported.insert((cgroup.clone(), file), now).is_none();
             }
             let what = match what.join(", ") {
                 none if none.is_empty() => "the cgroup was removed".to_owned(),

@@ -10,7 +10,7 @@ use crate::host::{HostError, blocking};
 use crate::sys::file;
 
 /// Size limit of a checkpoint, in bytes.
-const LIMIT: u64 = 64 << 20;
+const MAX_CHECKPOINT_SIZE: u64 = 64 << 20;
 
 /// A checkpoint file and the version of its content.
 pub(super) struct Checkpoint {
@@ -42,7 +42,7 @@ impl Checkpoint {
     ///
     /// If the file cannot be read, or is too large.
     pub(super) fn read(&self) -> io::Result<Option<String>> {
-        file::read_text_if_there(&self.path, LIMIT)
+        file::read_text_if_there(&self.path, MAX_CHECKPOINT_SIZE)
     }
 
     /// Records a change of the content.

@@ -37,12 +37,12 @@ use crate::kubeapi::pods::ApiFailure;
 use crate::sys::failure::doing;
 
 /// Interval between releases of leftover claims, as in the kubelet.
-const RECONCILE: Duration = Duration::from_secs(60);
+const RECONCILE_INTERVAL: Duration = Duration::from_secs(60);
 /// Timeout for connecting to a local socket.
-const CONNECTION: Duration = Duration::from_secs(1);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Pause between attempts to watch a driver's device health, as in the kubelet.
-const LISTEN: Duration = Duration::from_secs(5);
+const HEALTH_RETRY: Duration = Duration::from_secs(5);
 
 /// An instance of a driver. During a rolling update a driver has two.
 struct Instance {
@@ -70,7 +70,7 @@ pub struct ClaimManager {
     /// The registered drivers.
     registered: watch::Sender<BTreeSet<String>>,
     /// Notified when a driver reports the health of its devices.
-    heard: watch::Sender<()>,
+    health_changed: watch::Sender<()>,
     begun: tokio::time::Instant,
 }
 
@@ -89,7 +89,7 @@ fn restored(checkpoint: &Checkpoint) -> Result<Claims, HostError> {
 
 /// Requests to drivers whose outcome is not applied yet. Dropping it applies the
 /// outcome; a cancelled request counts as failed.
-struct Asking<'a> {
+struct PendingCalls<'a> {
     manager: &'a ClaimManager,
     batches: Batches,
     outcome: Outcome,
@@ -100,7 +100,7 @@ enum Outcome {
     GivenBack(bool),
 }
 
-impl Drop for Asking<'_> {
+impl Drop for PendingCalls<'_> {
     fn drop(&mut self) {
         let batches = &self.batches;
         self.manager.change(|claims| match &self.outcome {
@@ -159,7 +159,7 @@ impl ClaimManager {
             state: Mutex::new(state),
             checkpoint,
             registered: watch::Sender::default(),
-            heard: watch::Sender::default(),
+            health_changed: watch::Sender::default(),
             begun: tokio::time::Instant::now(),
         })
     }
@@ -169,8 +169,8 @@ impl ClaimManager {
     }
 
     /// Reads the claims.
-    pub fn look<T>(&self, look: impl FnOnce(&Claims) -> T) -> T {
-        look(&self.lock().claims)
+    pub fn read<T>(&self, read: impl FnOnce(&Claims) -> T) -> T {
+        read(&self.lock().claims)
     }
 
     /// The health of the devices that a pod's containers have through claims. `pod` must have the API's status.
@@ -181,10 +181,10 @@ impl ClaimManager {
             .health(pod, &state.health, self.begun.elapsed())
     }
 
-    fn hear(&self, driver: &str, devices: Vec<Said>) {
+    fn record_health(&self, driver: &str, devices: Vec<Said>) {
         let now = self.begun.elapsed();
         self.lock().health.said(driver, devices, now);
-        self.heard.send_replace(());
+        self.health_changed.send_replace(());
     }
 
     fn change<T>(&self, change: impl FnOnce(&mut Claims) -> T) -> T {
@@ -213,7 +213,7 @@ impl ClaimManager {
 
     /// Writes the checkpoint if it is not up to date.
     async fn save(&self) -> Result<(), ClaimsFailed> {
-        let saved = self.checkpoint.save(|| self.look(format::write)).await;
+        let saved = self.checkpoint.save(|| self.read(format::write)).await;
         let path = self.checkpoint.path().display();
         saved
             .map_err(doing(format!("cannot write {path}")))
@@ -239,7 +239,7 @@ impl ClaimManager {
         let newest = instances.first().map(|(driver, _)| driver.clone());
         if instances.len() > 1 {
             for (driver, socket) in instances {
-                if answers(&socket).await {
+                if accepts_connections(&socket).await {
                     return Ok(driver);
                 }
             }
@@ -255,7 +255,7 @@ impl ClaimManager {
             instances.map(|i| i.socket.clone()).collect()
         };
         for socket in sockets {
-            if answers(&socket).await {
+            if accepts_connections(&socket).await {
                 return true;
             }
         }
@@ -268,12 +268,12 @@ impl ClaimManager {
     }
 
     /// Calls all drivers of a batch in parallel.
-    async fn ask<T>(
+    async fn call_drivers<T>(
         &self,
         batches: &Batches,
         call: impl AsyncFn(Driver, &[Named]) -> Result<T, ClaimsFailed>,
     ) -> Answered<T> {
-        let asked = batches.iter().map(|(name, claims)| {
+        let calls = batches.iter().map(|(name, claims)| {
             let call = &call;
             async move {
                 let answer = match self.driver(name).await {
@@ -284,7 +284,7 @@ impl ClaimManager {
             }
         });
         let (mut done, mut outcome) = (BTreeMap::new(), Ok(()));
-        for (name, answer) in futures::future::join_all(asked).await {
+        for (name, answer) in futures::future::join_all(calls).await {
             match answer {
                 Ok(answer) => _ = done.insert(name, answer),
                 Err(error) => outcome = outcome.and(Err(error)),
@@ -300,12 +300,12 @@ impl ClaimManager {
     /// If the pod must not use one of the claims, or a driver fails to prepare it.
     pub async fn prepare(&self, context: &Context, pod: &Pod) -> Result<(), ClaimsFailed> {
         let begun = Instant::now();
-        let outcome = self.have_prepared(context, pod).await;
+        let outcome = self.prepare_inner(context, pod).await;
         claim_metrics::prepared(&context.metrics, outcome.is_err(), begun.elapsed());
         outcome
     }
 
-    async fn have_prepared(&self, context: &Context, pod: &Pod) -> Result<(), ClaimsFailed> {
+    async fn prepare_inner(&self, context: &Context, pod: &Pod) -> Result<(), ClaimsFailed> {
         let mut wanted: Vec<Wanted> = vec![];
         for reference in references(pod)? {
             let (namespace, name) = (meta::namespace(pod), &reference.name);
@@ -322,7 +322,7 @@ impl ClaimManager {
         }
         let uid = pod::uid(pod);
         let batches = self.begin(|claims| claims.prepare(uid, &wanted)).await;
-        let mut asking = Asking {
+        let mut pending = PendingCalls {
             manager: self,
             batches: batches?,
             outcome: Outcome::Prepared(BTreeMap::new()),
@@ -330,11 +330,11 @@ impl ClaimManager {
         self.save().await?;
         let call = async |driver: Driver, claims: &[Named]| {
             let answer = driver.prepare(claims).await;
-            judged("NodePrepareResources", claims, answer)
+            per_claim("NodePrepareResources", claims, answer)
         };
-        let (done, outcome) = self.ask(&asking.batches, call).await;
-        asking.outcome = Outcome::Prepared(done);
-        drop(asking);
+        let (done, outcome) = self.call_drivers(&pending.batches, call).await;
+        pending.outcome = Outcome::Prepared(done);
+        drop(pending);
         outcome.and(self.save().await)
     }
 
@@ -343,30 +343,30 @@ impl ClaimManager {
     /// # Errors
     ///
     /// If a driver cannot be reached, or fails to unprepare a claim.
-    pub async fn give_back(&self, context: &Context, uid: &str) -> Result<(), ClaimsFailed> {
-        if !self.look(|claims| claims.uses(uid)) {
+    pub async fn release(&self, context: &Context, uid: &str) -> Result<(), ClaimsFailed> {
+        if !self.read(|claims| claims.uses(uid)) {
             return Ok(());
         }
         let begun = Instant::now();
-        let outcome = self.record_release(uid).await;
+        let outcome = self.release_inner(uid).await;
         claim_metrics::given_back(&context.metrics, outcome.is_err(), begun.elapsed());
         outcome
     }
 
-    async fn record_release(&self, uid: &str) -> Result<(), ClaimsFailed> {
+    async fn release_inner(&self, uid: &str) -> Result<(), ClaimsFailed> {
         let batches = self.begin(|claims| Ok(claims.give_back(uid))).await;
-        let mut asking = Asking {
+        let mut pending = PendingCalls {
             manager: self,
             batches: batches?,
             outcome: Outcome::GivenBack(false),
         };
         let call = async |driver: Driver, claims: &[Named]| {
             let answer = driver.give_back(claims).await;
-            judged("NodeUnprepareResources", claims, answer)
+            per_claim("NodeUnprepareResources", claims, answer)
         };
-        let (_, outcome) = self.ask(&asking.batches, call).await;
-        asking.outcome = Outcome::GivenBack(outcome.is_ok());
-        drop(asking);
+        let (_, outcome) = self.call_drivers(&pending.batches, call).await;
+        pending.outcome = Outcome::GivenBack(outcome.is_ok());
+        drop(pending);
         outcome.and(self.save().await)
     }
 
@@ -376,11 +376,11 @@ impl ClaimManager {
     ///
     /// If the container refers to a claim that is not prepared for the pod.
     pub fn cdi(&self, pod: &Pod, container: &Container) -> Result<Vec<String>, ClaimError> {
-        self.look(|claims| claims.cdi(pod, container))
+        self.read(|claims| claims.cdi(pod, container))
     }
 
     /// Removes a driver's instance whose registration socket was removed. Returns whether there was one.
-    pub fn lose(&self, name: &str, by: &Path) -> bool {
+    pub fn remove_instance(&self, name: &str, by: &Path) -> bool {
         let mut state = self.lock();
         let Some(instances) = state.drivers.get_mut(name) else {
             return false;
@@ -391,29 +391,29 @@ impl ClaimManager {
         if instances.is_empty() {
             state.drivers.remove(name);
         }
-        self.reject_registered(&state);
+        self.publish_registered(&state);
         lost
     }
 
-    fn reject_registered(&self, state: &State) {
+    fn publish_registered(&self, state: &State) {
         let names = state.drivers.keys().cloned().collect();
         self.registered.send_replace(names);
     }
 }
 
 /// Converts a driver's answer to a result for each claim of the call.
-fn judged<T>(
+fn per_claim<T>(
     call: &'static str,
-    asked: &[Named],
+    requested: &[Named],
     answer: Result<Answers<T>, PluginError>,
 ) -> Result<Vec<(Named, T)>, ClaimsFailed> {
     let answers = answer.map_err(|why| ClaimsFailed::Driver { call, why })?;
-    Ok(judge(call, asked, answers)?)
+    Ok(judge(call, requested, answers)?)
 }
 
 /// Whether a socket accepts connections.
-async fn answers(socket: &Path) -> bool {
-    let connected = tokio::time::timeout(CONNECTION, UnixStream::connect(socket)).await;
+async fn accepts_connections(socket: &Path) -> bool {
+    let connected = tokio::time::timeout(CONNECT_TIMEOUT, UnixStream::connect(socket)).await;
     matches!(connected, Ok(Ok(_)))
 }
 
@@ -438,14 +438,14 @@ pub async fn register(
         instances.push(Instance {
             by: by.into(),
             socket: socket.into(),
-            _listener: AbortOnDropHandle::new(tokio::spawn(listen(
+            _listener: AbortOnDropHandle::new(tokio::spawn(watch_health(
                 Arc::clone(context),
                 name.to_owned(),
                 driver.clone(),
             ))),
             driver,
         });
-        context.claims.reject_registered(&state);
+        context.claims.publish_registered(&state);
     }
     // Pods that wait for the driver can retry immediately.
     context.ledger.drivers_changed();
@@ -454,52 +454,55 @@ pub async fn register(
 
 /// Watches the health of a driver's devices. Returns if the driver does not support this. When the stream breaks, as it
 /// does when the driver is replaced, the last report stays valid until it expires.
-async fn listen(context: Arc<Context>, name: String, driver: Driver) {
-    let hear = async || -> Result<(), Unheard> {
+async fn watch_health(context: Arc<Context>, name: String, driver: Driver) {
+    let watch = async || -> Result<(), Unheard> {
         let mut stream = driver.health().await?;
         while let Some(devices) = stream.next().await? {
-            context.claims.hear(&name, devices);
+            context.claims.record_health(&name, devices);
         }
         Ok(())
     };
     loop {
-        match hear().await {
+        match watch().await {
             Err(Unheard::Unsupported) => return,
             Err(error @ Unheard::Ended(_)) => {
                 tracing::debug!(driver = name, %error, "the stream of the driver's device health ended; reconnecting");
             }
             Ok(()) => {}
         }
-        tokio::time::sleep(LISTEN).await;
+        tokio::time::sleep(HEALTH_RETRY).await;
     }
 }
 
 /// Notifies pods when the health of their devices changes. Runs until the receiver of hints is dropped.
 async fn notify_pods(context: &Context, hints: mpsc::Sender<Hint>) {
     let manager = &context.claims;
-    let (mut prepared, mut heard) = (manager.checkpoint.changes(), manager.heard.subscribe());
-    let mut told = BTreeMap::new();
+    let (mut prepared, mut health_changed) = (
+        manager.checkpoint.changes(),
+        manager.health_changed.subscribe(),
+    );
+    let mut notified = BTreeMap::new();
     loop {
         prepared.mark_unchanged();
-        heard.mark_unchanged();
+        health_changed.mark_unchanged();
         let now = manager.begun.elapsed();
         let (health, expiry) = {
             let State { claims, health, .. } = &*manager.lock();
             (claims.health_by_pod(health, now), health.next_expiry(now))
         };
         for (uid, devices) in &health {
-            if told.get(uid) != Some(devices)
+            if notified.get(uid) != Some(devices)
                 && hints.send(Hint::Devices(uid.clone())).await.is_err()
             {
                 return;
             }
         }
-        told = health;
+        notified = health;
         let expires = expiry.map_or(Duration::MAX, |at| at.saturating_sub(now));
         tokio::select! {
             biased;
             Ok(()) = prepared.changed() => {}
-            Ok(()) = heard.changed() => {}
+            Ok(()) = health_changed.changed() => {}
             () = tokio::time::sleep(expires) => {}
         }
     }
@@ -523,12 +526,12 @@ async fn release_all(context: &Context, mut roster: watch::Receiver<Roster>) {
     let mut failures = RepeatedFailures::default();
     loop {
         changes.mark_unchanged();
-        if context.claims.look(|claims| claims.pods().is_empty()) {
+        if context.claims.read(|claims| claims.pods().is_empty()) {
             let _ = changes.changed().await;
             continue;
         }
         release_orphaned(context, &roster, &mut failures).await;
-        tokio::time::sleep(RECONCILE).await;
+        tokio::time::sleep(RECONCILE_INTERVAL).await;
     }
 }
 
@@ -545,10 +548,10 @@ async fn release_orphaned(
             return;
         }
     };
-    let mut left = context.claims.look(Claims::pods);
+    let mut left = context.claims.read(Claims::pods);
     left.retain(|uid| !roster.borrow().has(uid) && !listed.iter().any(|p| p.uid == *uid));
     for uid in left {
-        match context.claims.give_back(context, &uid).await {
+        match context.claims.release(context, &uid).await {
             Ok(()) => {
                 failures.clear(&uid);
                 tracing::info!(pod = uid, "resource claims of a deleted pod released");

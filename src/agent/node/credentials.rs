@@ -36,11 +36,11 @@ use crate::sys::file;
 const CERTIFICATE_TIMEOUTS: (Duration, Duration) =
     (Duration::from_secs(3600), Duration::from_secs(900));
 /// Back-off after a failure.
-const AGAIN: Doubling = Doubling::new(Duration::from_secs(2), Duration::from_secs(32));
+const BACKOFF: Doubling = Doubling::new(Duration::from_secs(2), Duration::from_secs(32));
 /// Interval between checks whether a renewal is due.
-const LOOK: Duration = Duration::from_secs(60);
+const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 /// How long a node without a valid certificate keeps running while its API answers.
-const LOST: SignedDuration = SignedDuration::from_secs(300);
+const MAX_WITHOUT_CERTIFICATE: SignedDuration = SignedDuration::from_secs(300);
 const CLIENT_USAGES: &[&str] = &["digital signature", "client auth"];
 const SERVING_USAGES: &[&str] = &["digital signature", "server auth"];
 
@@ -93,7 +93,7 @@ impl Pair {
     }
 
     /// Stores a new certificate, and then changes the link.
-    fn keep(&self, certificate: &str, key: &str, now: Timestamp) -> std::io::Result<()> {
+    fn store(&self, certificate: &str, key: &str, now: Timestamp) -> std::io::Result<()> {
         std::fs::create_dir_all(&self.dir)?;
         let name = format!("{}-{}.pem", self.prefix, now.strftime("%Y-%m-%d-%H-%M-%S"));
         file::replace(
@@ -231,9 +231,9 @@ async fn bootstrap(config: &Config, clock: Clock) -> anyhow::Result<()> {
         )
     })?;
     let client = connect(bootstrap_path).await?;
-    let mut again = AGAIN;
+    let mut again = BACKOFF;
     loop {
-        match first(config, &client, &file, kubeconfig_path, clock).await {
+        match request_first_certificate(config, &client, &file, kubeconfig_path, clock).await {
             Ok(()) => return Ok(()),
             Err(error) => {
                 tracing::warn!(error, "requesting the node's certificate failed; retrying");
@@ -247,7 +247,7 @@ fn text(error: HostError) -> String {
     error.message
 }
 
-async fn first(
+async fn request_first_certificate(
     config: &Config,
     client: &Client,
     file_of: &Kubeconfig,
@@ -273,7 +273,7 @@ async fn first(
         config.cert_dir.clone(),
     );
     blocking(move || {
-        pair.keep(&certificate, &key.serialize_pem(), now)
+        pair.store(&certificate, &key.serialize_pem(), now)
             .map_err(doing("cannot store the certificate"))?;
         if let Some(parent) = target.parent() {
             std::fs::create_dir_all(parent)
@@ -346,13 +346,13 @@ impl Renewed {
 
     /// Whether a request is possible. A serving certificate needs an IP address: a request with names alone is not
     /// allowed (the gate `AllowDNSOnlyNodeCSR` is off).
-    fn can_be_requested(&self) -> bool {
+    fn can_request(&self) -> bool {
         let addresses = self.addresses.as_ref();
         addresses.is_none_or(|known| !served(&known.borrow()).1.is_empty())
     }
 
     /// Waits until the next check is due.
-    async fn idle(&mut self) {
+    async fn wait_for_next_check(&mut self) {
         let changed = async {
             // The sender lives as long as the agent.
             if let Some(addresses) = &mut self.addresses
@@ -363,14 +363,14 @@ impl Renewed {
             std::future::pending().await
         };
         tokio::select! {
-            () = tokio::time::sleep(LOOK) => {}
+            () = tokio::time::sleep(CHECK_INTERVAL) => {}
             () = changed => {}
         }
     }
 }
 
 /// Whether an apiserver answers, even with a rejection.
-async fn answers(client: &Client) -> bool {
+async fn is_reachable(client: &Client) -> bool {
     matches!(
         client.apiserver_version().await,
         Ok(_) | Err(kube::Error::Api(_))
@@ -378,7 +378,7 @@ async fn answers(client: &Client) -> bool {
 }
 
 /// Since when the node has had no valid certificate; `None` if it has one.
-fn without(
+fn invalid_since(
     lifetime: Option<(Timestamp, Timestamp)>,
     before: Option<Timestamp>,
     now: Timestamp,
@@ -408,9 +408,14 @@ fn is_due(
 
 /// Renews a certificate when due. Returns when the node's client certificate is invalid and cannot be renewed although
 /// the API answers: only a bootstrap token can help then (`pkg/kubelet/certificate/bootstrap`).
-pub async fn keep(mut kept: Renewed, client: Client, clock: Clock, metrics: Arc<Metrics>) {
+pub async fn renew_when_due(
+    mut kept: Renewed,
+    client: Client,
+    clock: Clock,
+    metrics: Arc<Metrics>,
+) {
     metrics.renewals_failed(kept.signer == CLIENT, 0);
-    let mut again = AGAIN;
+    let mut again = BACKOFF;
     let mut since = None;
     // The last requested names: a signer may omit some of them, which must not cause repeated requests.
     let mut answered = None;
@@ -418,8 +423,8 @@ pub async fn keep(mut kept: Renewed, client: Client, clock: Clock, metrics: Arc<
         let (now, names) = (clock.now(), kept.names());
         let present = std::fs::read(kept.pair.current()).unwrap_or_default();
         let due = kept.is_forced || is_due(&present, &names, answered.as_ref(), now);
-        if !kept.can_be_requested() || !due {
-            kept.idle().await;
+        if !kept.can_request() || !due {
+            kept.wait_for_next_check().await;
             continue;
         }
         match renew(&kept, &names, &client, now).await {
@@ -435,9 +440,10 @@ pub async fn keep(mut kept: Renewed, client: Client, clock: Clock, metrics: Arc<
                     signer = kept.signer,
                     "renewing a certificate failed; retrying"
                 );
-                since = without(kept.pair.lifetime(), since, now);
-                let long = since.is_some_and(|since| now.duration_since(since) >= LOST);
-                if kept.signer == CLIENT && long && answers(&client).await {
+                since = invalid_since(kept.pair.lifetime(), since, now);
+                let long =
+                    since.is_some_and(|since| now.duration_since(since) >= MAX_WITHOUT_CERTIFICATE);
+                if kept.signer == CLIENT && long && is_reachable(&client).await {
                     return;
                 }
                 tokio::time::sleep(again.pause()).await;
@@ -464,7 +470,7 @@ async fn renew(
         .map_err(|e| e.to_string())?;
     let pair = kept.pair.clone();
     blocking(move || {
-        pair.keep(&certificate, &key.serialize_pem(), now)
+        pair.store(&certificate, &key.serialize_pem(), now)
             .map_err(doing("cannot store the certificate"))
     })
     .await
@@ -485,7 +491,7 @@ mod tests {
         for second in [0, 100] {
             let made = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate");
             let at = Timestamp::from_second(second).expect("a time");
-            pair.keep(&made.cert.pem(), &made.signing_key.serialize_pem(), at)
+            pair.store(&made.cert.pem(), &made.signing_key.serialize_pem(), at)
                 .expect("kept");
             assert!(
                 std::fs::read_to_string(pair.current())
@@ -513,12 +519,15 @@ mod tests {
     fn the_start_of_a_time_without_a_certificate_is_known() {
         let at = |second: i64| Timestamp::from_second(second).expect("a time");
         assert_eq!(
-            without(Some((at(0), at(10))), Some(at(1)), at(9)),
+            invalid_since(Some((at(0), at(10))), Some(at(1)), at(9)),
             None,
             "the certificate is valid again"
         );
-        assert_eq!(without(Some((at(0), at(10))), None, at(10)), Some(at(10)));
-        assert_eq!(without(None, Some(at(3)), at(10)), Some(at(3)));
+        assert_eq!(
+            invalid_since(Some((at(0), at(10))), None, at(10)),
+            Some(at(10))
+        );
+        assert_eq!(invalid_since(None, Some(at(3)), at(10)), Some(at(3)));
     }
 
     fn reported(ips: &[&str]) -> Vec<NodeAddress> {
@@ -543,31 +552,37 @@ mod tests {
         assert!(!due(&kept, None) && is_due(b"", &kept.names(), None, now));
         let begun = tokio::time::Instant::now();
         addresses.send_replace(reported(&["192.0.2.1", "2001:db8::1"]));
-        kept.idle().await;
-        assert!(begun.elapsed() < LOOK, "the change is handled immediately");
-        assert!(due(&kept, None));
-        let asked = kept.names();
+        kept.wait_for_next_check().await;
         assert!(
-            !due(&kept, Some(asked)),
+            begun.elapsed() < CHECK_INTERVAL,
+            "the change is handled immediately"
+        );
+        assert!(due(&kept, None));
+        let requested = kept.names();
+        assert!(
+            !due(&kept, Some(requested)),
             "the signer has already answered for these names"
         );
-        kept.idle().await;
-        assert!(begun.elapsed() >= LOOK);
+        kept.wait_for_next_check().await;
+        assert!(begun.elapsed() >= CHECK_INTERVAL);
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_serving_certificate_waits_for_the_nodes_address() {
         let config = load(None, &Overrides::default(), "n1").expect("a configuration");
-        assert!(Renewed::client(&config, false).can_be_requested());
+        assert!(Renewed::client(&config, false).can_request());
         // The cloud controller has not set any address yet.
         let addresses = watch::channel(reported(&[])).0;
         let mut kept = Renewed::serving(&config, addresses.subscribe());
-        assert!(!kept.can_be_requested());
+        assert!(!kept.can_request());
         let begun = tokio::time::Instant::now();
         addresses.send_replace(reported(&["192.0.2.1"]));
-        kept.idle().await;
-        assert!(begun.elapsed() < LOOK, "the change is handled immediately");
-        assert!(kept.can_be_requested());
+        kept.wait_for_next_check().await;
+        assert!(
+            begun.elapsed() < CHECK_INTERVAL,
+            "the change is handled immediately"
+        );
+        assert!(kept.can_request());
         assert_eq!(kept.names(), ["n1", "192.0.2.1"]);
     }
 
@@ -600,7 +615,7 @@ mod tests {
         std::fs::write(&path, kubeconfig(&start, &pair.current()).expect("text")).expect("written");
         assert!(!is_usable(&path, now), "its certificate is missing");
         let made = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate");
-        pair.keep(&made.cert.pem(), &made.signing_key.serialize_pem(), now)
+        pair.store(&made.cert.pem(), &made.signing_key.serialize_pem(), now)
             .expect("kept");
         assert!(is_usable(&path, now));
         let text = std::fs::read_to_string(&path).expect("read");

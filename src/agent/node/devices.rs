@@ -20,7 +20,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::checkpoint::Checkpoint;
-use super::ledger::answered;
+use super::ledger::log_dropped_reply;
 use crate::agent::Context;
 use crate::agent::pod::dispatch::Roster;
 use crate::agent::pod::relist::Hint;
@@ -40,7 +40,7 @@ const SOCKET: &str = "kubelet.sock";
 /// The name of the checkpoint file, in the same directory.
 const CHECKPOINT: &str = "kubelet_internal_checkpoint";
 /// How long a starting container waits for a plugin that has not registered since the agent started.
-const COMES_BACK: Duration = Duration::from_secs(5);
+const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause after a failure to write the checkpoint, or to list the runtime's pods.
 const RETRY: Duration = Duration::from_secs(5);
 
@@ -52,7 +52,7 @@ struct Registered {
     /// The socket of the registration: the plugin's own, or one in the registration directory.
     by: PathBuf,
     /// Whether its device stream is closed, or its socket was removed.
-    gone: bool,
+    is_gone: bool,
     _follower: AbortOnDropHandle<()>,
 }
 
@@ -117,8 +117,8 @@ impl DeviceManager {
     }
 
     /// Reads the devices.
-    pub fn look<T>(&self, look: impl FnOnce(&Devices) -> T) -> T {
-        look(&self.lock().devices)
+    pub fn read<T>(&self, read: impl FnOnce(&Devices) -> T) -> T {
+        read(&self.lock().devices)
     }
 
     /// Notified of every change.
@@ -130,7 +130,7 @@ impl DeviceManager {
     /// The devices in the Node's status: capacity and allocatable.
     #[must_use]
     pub fn amounts(&self) -> (Amounts, Amounts) {
-        self.look(Devices::amounts)
+        self.read(Devices::amounts)
     }
 
     /// Decides which devices a pod gets. The checkpoint contains them only after the plugins have answered.
@@ -146,12 +146,17 @@ impl DeviceManager {
     /// The plugin of a resource, if it is registered and alive.
     fn plugin(&self, resource: &str) -> Option<(Plugin, Options)> {
         let state = self.lock();
-        let found = state.plugins.get(resource).filter(|p| !p.gone)?;
+        let found = state.plugins.get(resource).filter(|p| !p.is_gone)?;
         Some((found.plugin.clone(), found.options))
     }
 
     /// Calls `Allocate` for the reserved devices of containers, and stores the answers in the checkpoint.
-    async fn ask(&self, context: &Context, uid: &str, slots: &[Slot]) -> Result<(), DeviceError> {
+    async fn allocate_reserved(
+        &self,
+        context: &Context,
+        uid: &str,
+        slots: &[Slot],
+    ) -> Result<(), DeviceError> {
         for slot in slots {
             let resource = &slot.resource;
             let Some((plugin, options)) = self.plugin(resource) else {
@@ -162,13 +167,13 @@ impl DeviceManager {
                 call,
                 why: error.to_string(),
             };
-            let offer = self.look(|devices| devices.offer(uid, slot));
+            let offer = self.read(|devices| devices.offer(uid, slot));
             if let Some(offer) = offer.filter(|o| options.preference && o.leaves_a_choice()) {
                 let preferred = plugin.preferred(offer).await;
                 let preferred = preferred.map_err(|e| failed("GetPreferredAllocation", &e))?;
                 self.lock().devices.prefer(uid, slot, &preferred);
             }
-            let ids = self.look(|devices| devices.ids(uid, slot));
+            let ids = self.read(|devices| devices.ids(uid, slot));
             let begun = Instant::now();
             let answer = plugin.allocate(ids).await;
             context.metrics.device_allocated(resource, begun.elapsed());
@@ -190,7 +195,7 @@ impl DeviceManager {
 
     /// Writes the checkpoint if it is not up to date.
     async fn save(&self) -> Result<(), HostError> {
-        let text = || format::write(self.look(Devices::to_keep));
+        let text = || format::write(self.read(Devices::to_keep));
         self.checkpoint.save(text).await
     }
 
@@ -199,52 +204,54 @@ impl DeviceManager {
     pub async fn prepare(&self, uid: &str, container: &str) -> Result<Given, String> {
         let awaited = |devices: &Devices| devices.awaited(uid, container).map(str::to_owned);
         let mut changes = self.changes();
-        let listed = changes.wait_for(|_| self.look(awaited).is_none());
-        let late = tokio::time::timeout(COMES_BACK, listed).await.is_err();
-        if let Some(resource) = self.look(awaited).filter(|_| late) {
+        let listed = changes.wait_for(|_| self.read(awaited).is_none());
+        let late = tokio::time::timeout(REGISTRATION_TIMEOUT, listed)
+            .await
+            .is_err();
+        if let Some(resource) = self.read(awaited).filter(|_| late) {
             return Err(format!(
                 "the device plugin of {resource} has not registered since the agent started: the container's devices may not be available yet"
             ));
         }
-        for slot in self.look(|devices| devices.slots(uid, container)) {
+        for slot in self.read(|devices| devices.slots(uid, container)) {
             let resource = &slot.resource;
-            let (plugin, gone) = match self.lock().plugins.get(resource) {
-                Some(found) if found.options.pre_start => (found.plugin.clone(), found.gone),
+            let (plugin, is_gone) = match self.lock().plugins.get(resource) {
+                Some(found) if found.options.pre_start => (found.plugin.clone(), found.is_gone),
                 _ => continue,
             };
-            let told = if gone {
+            let outcome = if is_gone {
                 Err("the plugin is not registered".to_owned())
             } else {
-                let ids = self.look(|devices| devices.ids(uid, &slot));
+                let ids = self.read(|devices| devices.ids(uid, &slot));
                 plugin.pre_start(ids).await.map_err(|e| e.to_string())
             };
-            told.map_err(|why| {
+            outcome.map_err(|why| {
                 format!("device plugin of {resource}: PreStartContainer failed: {why}")
             })?;
         }
-        Ok(self.look(|devices| devices.given(uid, container)))
+        Ok(self.read(|devices| devices.given(uid, container)))
     }
 
     /// Marks a plugin as gone because its registration socket was removed. Returns
     /// whether it was the plugin's current registration.
-    pub fn lose(&self, resource: &str, by: &Path, now: Timestamp) -> bool {
+    pub fn mark_gone(&self, resource: &str, by: &Path, now: Timestamp) -> bool {
         let number = {
             let state = self.lock();
             let found = state.plugins.get(resource);
             found.filter(|p| p.by == by).map(|p| p.number)
         };
         if let Some(number) = number {
-            self.lose_registration(resource, number, now);
+            self.mark_registration_gone(resource, number, now);
         }
         number.is_some()
     }
 
-    fn lose_registration(&self, resource: &str, number: u64, now: Timestamp) {
+    fn mark_registration_gone(&self, resource: &str, number: u64, now: Timestamp) {
         let lost = self.change(|state| {
             if let Some(found) = state.plugins.get_mut(resource)
                 && found.number == number
             {
-                found.gone = true;
+                found.is_gone = true;
             }
             state.devices.lose(resource, number, now)
         });
@@ -267,8 +274,12 @@ pub(super) fn allocate(
     let context = Arc::clone(context);
     tokio::spawn(async move {
         let uid = pod::uid(&pod);
-        let Err(error) = context.devices.ask(&context, uid, &slots).await else {
-            return answered(reply.send(Ok(())));
+        let Err(error) = context
+            .devices
+            .allocate_reserved(&context, uid, &slots)
+            .await
+        else {
+            return log_dropped_reply(reply.send(Ok(())));
         };
         tracing::warn!(%error, pod = %pod::full_name(&pod), "allocating the devices of a pod failed");
         context.devices.lock().devices.abandon(uid);
@@ -276,7 +287,7 @@ pub(super) fn allocate(
         if !reply.is_closed() {
             context.ledger.release(uid);
         }
-        answered(reply.send(Err(error.refusal())));
+        log_dropped_reply(reply.send(Err(error.refusal())));
     });
 }
 
@@ -309,7 +320,7 @@ pub async fn register(
     context.devices.change(|state| {
         state.registrations += 1;
         let number = state.registrations;
-        let follow = follow(
+        let follow = watch_devices(
             Arc::clone(context),
             resource.to_owned(),
             number,
@@ -320,7 +331,7 @@ pub async fn register(
             plugin,
             options,
             by: by.into(),
-            gone: false,
+            is_gone: false,
             _follower: AbortOnDropHandle::new(tokio::spawn(follow)),
         };
         state.devices.register(resource, number);
@@ -332,7 +343,7 @@ pub async fn register(
 }
 
 /// Watches a plugin's devices until the stream ends.
-async fn follow(context: Arc<Context>, resource: String, number: u64, plugin: Plugin) {
+async fn watch_devices(context: Arc<Context>, resource: String, number: u64, plugin: Plugin) {
     let ended = async {
         let mut listing = plugin.list().await?;
         while let Some(listed) = listing.next().await? {
@@ -352,7 +363,9 @@ async fn follow(context: Arc<Context>, resource: String, number: u64, plugin: Pl
         tracing::debug!(%error, resource, "the stream of a device plugin broke");
     }
     let now = context.clock.now();
-    context.devices.lose_registration(&resource, number, now);
+    context
+        .devices
+        .mark_registration_gone(&resource, number, now);
 }
 
 struct Registrar(Arc<Context>);
@@ -414,14 +427,14 @@ pub async fn run(
     let registrar = Arc::new(Registrar(Arc::clone(&context)));
     tokio::join!(
         serve_registration(listener, registrar),
-        keep(&context),
-        release_gone(&context, roster),
+        maintain_checkpoint(&context),
+        release_deleted(&context, roster),
         notify_pods(&context, hints),
     );
 }
 
 /// Writes the checkpoint after changes, and drops resources whose plugin does not return in time.
-async fn keep(context: &Context) {
+async fn maintain_checkpoint(context: &Context) {
     let manager = &context.devices;
     let mut changes = manager.changes();
     loop {
@@ -432,7 +445,7 @@ async fn keep(context: &Context) {
         if let Err(error) = &saved {
             tracing::error!(%error, file = %manager.checkpoint.path().display(), "writing the device checkpoint failed; retrying");
         }
-        let expiry = manager.look(Devices::next_expiry);
+        let expiry = manager.read(Devices::next_expiry);
         let expiry =
             expiry.map(|at| Duration::try_from(at.duration_since(now)).unwrap_or_default());
         let retry = saved.is_err().then_some(RETRY);
@@ -448,18 +461,18 @@ async fn keep(context: &Context) {
 /// Notifies pods when the health of their devices changes. Runs until the receiver of hints is dropped.
 async fn notify_pods(context: &Context, hints: mpsc::Sender<Hint>) {
     let mut changes = context.devices.changes();
-    let mut told = BTreeMap::new();
+    let mut notified = BTreeMap::new();
     loop {
         changes.mark_unchanged();
-        let now = context.devices.look(Devices::health_of_all);
+        let now = context.devices.read(Devices::health_of_all);
         for (uid, health) in &now {
-            if told.get(uid) != Some(health)
+            if notified.get(uid) != Some(health)
                 && hints.send(Hint::Devices(uid.clone())).await.is_err()
             {
                 return;
             }
         }
-        told = now;
+        notified = now;
         if changes.changed().await.is_err() {
             return;
         }
@@ -467,7 +480,7 @@ async fn notify_pods(context: &Context, hints: mpsc::Sender<Hint>) {
 }
 
 /// Releases the devices of pods that were deleted while no agent was running, once all pods are known.
-async fn release_gone(context: &Context, mut roster: watch::Receiver<Roster>) {
+async fn release_deleted(context: &Context, mut roster: watch::Receiver<Roster>) {
     if roster.wait_for(|roster| roster.complete).await.is_err() {
         return;
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::host::iptables;
 
 /// Interval between checks.
-const LOOK: Duration = Duration::from_secs(60);
+const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Recreates the chains until the process exits, as reloading a firewall removes them. On a
 /// machine without iptables no chains are needed.
@@ -26,6 +26,6 @@ pub async fn keep_chains() {
             Ok(false) | Err(_) => {}
         }
         last = made;
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(CHECK_INTERVAL).await;
     }
 }

@@ -16,7 +16,7 @@ use crate::core::backoff::Doubling;
 const PAUSES: Doubling = Doubling::new(Duration::from_millis(200), Duration::from_secs(7));
 
 /// Renews the lease four times in its duration, while the Node object exists.
-pub(super) async fn keep(context: &Context) {
+pub(super) async fn run(context: &Context) {
     let Some(api) = context.node.api() else {
         return std::future::pending().await;
     };
@@ -24,7 +24,7 @@ pub(super) async fn keep(context: &Context) {
     let period = Duration::from_secs(duration) / 4;
     let mut pauses = PAUSES;
     loop {
-        let node = context.node.present().await;
+        let node = context.node.wait_until_present().await;
         match within(deadline(context), api.renew(&lease(context, &node))).await {
             Ok(()) => {
                 pauses.reset();

@@ -11,17 +11,17 @@ use crate::core::node::leases::Attachments;
 use crate::sys::leases::release_orphaned;
 
 /// Interval between checks.
-const EVERY: Duration = Duration::from_secs(300);
+const CHECK_INTERVAL: Duration = Duration::from_secs(300);
 /// Timeout for requests to the runtime.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a runtime may take to remove a sandbox after the deadline of `RunPodSandbox`.
-const CLEANUP: Duration = Duration::from_secs(60);
+const CLEANUP_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Runs until the process exits. No other task waits for this.
-pub(super) async fn keep(context: &Context) {
+pub(super) async fn run(context: &Context) {
     // The client's deadline for RunPodSandbox is twice that of other calls, and the listing may
     // be older than the check by [`ANSWER_TIMEOUT`].
-    let patience = context.config.runtime_timeout * 2 + CLEANUP + ANSWER_TIMEOUT;
+    let min_age = context.config.runtime_timeout * 2 + CLEANUP_TIMEOUT + ANSWER_TIMEOUT;
     let mut networks = BTreeSet::new();
     loop {
         match timeout(ANSWER_TIMEOUT, context.runtime.attachments()).await {
@@ -32,22 +32,22 @@ pub(super) async fn keep(context: &Context) {
                     networks: networks.clone(),
                     ..found
                 };
-                release(all, patience).await;
+                release(all, min_age).await;
             }
             Ok(Err(error)) => {
                 tracing::debug!(%error, "cannot list the runtime's networks; retrying")
             }
             Err(_) => tracing::debug!("listing the runtime's networks timed out; retrying"),
         }
-        tokio::time::sleep(EVERY).await;
+        tokio::time::sleep(CHECK_INTERVAL).await;
     }
 }
 
-async fn release(attachments: Attachments, patience: Duration) {
+async fn release(attachments: Attachments, min_age: Duration) {
     if attachments.networks.is_empty() {
         return;
     }
-    match release_orphaned(attachments, patience).await {
+    match release_orphaned(attachments, min_age).await {
         Ok(released) => {
             for lease in released {
                 tracing::info!(

@@ -9,7 +9,7 @@ use std::time::Instant;
 use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::{Admitting, devices, manager_metrics};
+use super::{AdmissionNode, devices, manager_metrics};
 use crate::agent::pod::inbox::Inbox;
 use crate::agent::{Context, Kind};
 use crate::core::node::admit::{self, Here, Refusal, Room};
@@ -29,16 +29,16 @@ enum Request {
         inbox: Inbox,
         reply: oneshot::Sender<Result<(), Refusal>>,
     },
-    Grow {
+    Resize {
         pod: Arc<Pod>,
         has: Arc<Pod>,
         reply: oneshot::Sender<Result<(), Refusal>>,
     },
-    Withdraw {
+    CancelResize {
         pod: Arc<Pod>,
         reply: oneshot::Sender<()>,
     },
-    HoldAlone {
+    AcquireExclusiveClaim {
         uid: String,
         namespace: String,
         claim: String,
@@ -48,12 +48,12 @@ enum Request {
         eviction: Eviction,
         reply: oneshot::Sender<bool>,
     },
-    End {
+    Terminate {
         uid: String,
         verdict: Verdict,
         reply: oneshot::Sender<bool>,
     },
-    Uncount {
+    ReleaseRequests {
         uid: String,
         has_stopped: bool,
     },
@@ -118,7 +118,7 @@ impl Admission {
 impl LedgerHandle {
     /// Sends a request and waits for the reply. The actor lives as long as the
     /// process; without it, the callers end as well.
-    async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> T {
+    async fn request<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> T {
         let (reply, answer) = oneshot::channel();
         if self.requests.send(request(reply)).is_ok()
             && let Ok(answer) = answer.await
@@ -128,7 +128,7 @@ impl LedgerHandle {
         std::future::pending().await
     }
 
-    fn tell(&self, request: Request) {
+    fn send(&self, request: Request) {
         if self.requests.send(request).is_err() {
             tracing::debug!("the ledger of pods has stopped: the process is exiting");
         }
@@ -137,29 +137,31 @@ impl LedgerHandle {
     /// Requests admission. The request is sent immediately, and pods are admitted in the order of requests.
     pub fn admit(&self, pod: Arc<Pod>, inbox: Inbox) -> Admission {
         let (reply, answer) = oneshot::channel();
-        self.tell(Request::Admit { pod, inbox, reply });
+        self.send(Request::Admit { pod, inbox, reply });
         Admission(answer)
     }
 
     /// Requests the sizes in the pod's spec; `has` is the pod with its current sizes. If the request does not fit, the
     /// worker gets [`Input::ResourcesFreed`] when it does.
-    pub async fn grow(&self, pod: Arc<Pod>, has: Arc<Pod>) -> Result<(), Refusal> {
-        self.ask(|reply| Request::Grow { pod, has, reply }).await
+    pub async fn request_resize(&self, pod: Arc<Pod>, has: Arc<Pod>) -> Result<(), Refusal> {
+        self.request(|reply| Request::Resize { pod, has, reply })
+            .await
     }
 
     /// Withdraws a resize: the pod has the sizes of its spec.
-    pub async fn withdraw(&self, pod: Arc<Pod>) {
-        self.ask(|reply| Request::Withdraw { pod, reply }).await;
+    pub async fn cancel_resize(&self, pod: Arc<Pod>) {
+        self.request(|reply| Request::CancelResize { pod, reply })
+            .await;
     }
 
     /// Acquires a claim that only one pod may use at a time (ReadWriteOncePod). Returns whether the pod has it.
-    pub async fn hold_alone(&self, pod: &Pod, namespace: &str, claim: &str) -> bool {
+    pub async fn acquire_exclusive_claim(&self, pod: &Pod, namespace: &str, claim: &str) -> bool {
         let (uid, namespace, claim) = (
             pod::uid(pod).to_owned(),
             namespace.to_owned(),
             claim.to_owned(),
         );
-        self.ask(|reply| Request::HoldAlone {
+        self.request(|reply| Request::AcquireExclusiveClaim {
             uid,
             namespace,
             claim,
@@ -170,14 +172,15 @@ impl LedgerHandle {
 
     /// Evicts a pod. Returns false if the pod is unknown or already terminating.
     pub async fn evict(&self, eviction: Eviction) -> bool {
-        self.ask(|reply| Request::Evict { eviction, reply }).await
+        self.request(|reply| Request::Evict { eviction, reply })
+            .await
     }
 
     /// Terminates a pod even if it is already terminating: for the machine's shutdown, or to shorten its
     /// grace period. Returns whether the pod exists.
-    pub async fn end(&self, uid: &str, verdict: Verdict) -> bool {
+    pub async fn terminate(&self, uid: &str, verdict: Verdict) -> bool {
         let uid = uid.to_owned();
-        self.ask(|reply| Request::End {
+        self.request(|reply| Request::Terminate {
             uid,
             verdict,
             reply,
@@ -187,24 +190,24 @@ impl LedgerHandle {
 
     /// Releases the pod's requests for other pods, because the pod has left its source or has no running containers any
     /// more. Sent before the terminal phase is published, because the scheduler then sends the next pod.
-    pub fn uncount(&self, uid: &str, has_stopped: bool) {
+    pub fn release_requests(&self, uid: &str, has_stopped: bool) {
         let uid = uid.to_owned();
-        self.tell(Request::Uncount { uid, has_stopped });
+        self.send(Request::ReleaseRequests { uid, has_stopped });
     }
 
     /// Removes the pod after all its resources are released.
     pub fn release(&self, uid: &str) {
-        self.tell(Request::Release(uid.to_owned()));
+        self.send(Request::Release(uid.to_owned()));
     }
 
     /// The admitted pods.
     pub async fn pods(&self) -> Vec<Arc<Pod>> {
-        self.ask(Request::Pods).await
+        self.request(Request::Pods).await
     }
 
     /// A copy of the current assignments of exclusive CPUs and memory.
     pub async fn managers(&self) -> Managers {
-        self.ask(Request::Managers).await
+        self.request(Request::Managers).await
     }
 
     /// The CPUs and NUMA nodes that containers are bound to, as a watch.
@@ -215,12 +218,12 @@ impl LedgerHandle {
 
     /// Wakes pods that wait for volumes, because a storage driver was registered or removed.
     pub fn drivers_changed(&self) {
-        self.tell(Request::VolumesRetried);
+        self.send(Request::VolumesRetried);
     }
 
     /// Wakes pods that wait for volumes, because a deleted pod has released volumes that only one pod may use.
     pub fn volumes_freed(&self) {
-        self.tell(Request::VolumesRetried);
+        self.send(Request::VolumesRetried);
     }
 }
 
@@ -239,7 +242,7 @@ struct Actor {
     /// Pods of the API that wait until the Node is known, in the order of their requests.
     before_node: Vec<Waiting>,
     /// The origin of the ledger's times.
-    begun: tokio::time::Instant,
+    epoch: tokio::time::Instant,
     managers: Managers,
     pinning: watch::Sender<Arc<Pinning>>,
     /// Whether the checkpoints lack assignments of the managers.
@@ -257,7 +260,7 @@ pub async fn run(context: Arc<Context>, mut requests: Requests) {
         inboxes: BTreeMap::new(),
         waiting: vec![],
         before_node: vec![],
-        begun: tokio::time::Instant::now(),
+        epoch: tokio::time::Instant::now(),
         managers: requests.managers,
         pinning: requests.pinning,
         unsaved: false,
@@ -273,11 +276,11 @@ pub async fn run(context: Arc<Context>, mut requests: Requests) {
                 Some(request) => actor.answer(request),
                 None => return,
             },
-            () = actor.context.node.known(), if !actor.before_node.is_empty() => actor.admit_held(),
-            () = actor.overdue(), if !actor.waiting.is_empty() => actor.give_up_overdue(),
+            () = actor.context.node.wait_until_known(), if !actor.before_node.is_empty() => actor.admit_after_node(),
+            () = actor.preemption_deadline(), if !actor.waiting.is_empty() => actor.stop_waiting_for_overdue(),
         }
         actor.save().await;
-        actor.notify_granted();
+        actor.notify_admitted();
     }
 }
 
@@ -285,62 +288,62 @@ impl Actor {
     fn answer(&mut self, request: Request) {
         match request {
             Request::Admit { pod, inbox, reply } => self.admit(Waiting { pod, inbox, reply }),
-            Request::Grow { pod, has, reply } => {
+            Request::Resize { pod, has, reply } => {
                 let before = self.ledger.pod(pod::uid(&pod));
                 self.ledger.book(&has);
-                let result = self.grow(&pod);
+                let result = self.resize(&pod);
                 let both = before.zip(self.ledger.pod(pod::uid(&pod)));
                 let frees = both.is_some_and(|(before, now)| requests_more(&now, &before));
-                answered(reply.send(result));
+                log_dropped_reply(reply.send(result));
                 if frees {
-                    self.retry_growth("pod_resized");
+                    self.retry_resizes("pod_resized");
                 }
             }
-            Request::Withdraw { pod, reply } => {
+            Request::CancelResize { pod, reply } => {
                 let frees = self.ledger.withdraw(&pod);
-                answered(reply.send(()));
+                log_dropped_reply(reply.send(()));
                 if frees {
-                    self.retry_growth("pod_resized");
+                    self.retry_resizes("pod_resized");
                 }
             }
-            Request::HoldAlone {
+            Request::AcquireExclusiveClaim {
                 uid,
                 namespace,
                 claim,
                 reply,
-            } => answered(reply.send(self.ledger.hold_alone(&uid, &namespace, &claim))),
+            } => log_dropped_reply(reply.send(self.ledger.hold_alone(&uid, &namespace, &claim))),
             Request::Evict { eviction, reply } => {
-                let told = self.ledger.evict(&eviction.uid);
-                if told {
+                let accepted = self.ledger.evict(&eviction.uid);
+                if accepted {
                     self.context.metrics.evicted(&eviction.signal);
-                    self.tell(&eviction.uid, eviction.verdict);
+                    self.notify_worker(&eviction.uid, eviction.verdict);
                 }
-                answered(reply.send(told));
+                log_dropped_reply(reply.send(accepted));
             }
-            Request::End {
+            Request::Terminate {
                 uid,
                 verdict,
                 reply,
             } => {
-                let told = self.ledger.end(&uid);
-                if told {
-                    self.tell(&uid, verdict);
+                let accepted = self.ledger.end(&uid);
+                if accepted {
+                    self.notify_worker(&uid, verdict);
                 }
-                answered(reply.send(told));
+                log_dropped_reply(reply.send(accepted));
             }
-            Request::Uncount { uid, has_stopped } => {
+            Request::ReleaseRequests { uid, has_stopped } => {
                 self.ledger.uncount(&uid);
-                self.make_room(&uid, has_stopped);
+                self.offer_resources(&uid, has_stopped);
             }
             Request::Release(uid) => self.release(&uid),
-            Request::Pods(reply) => answered(reply.send(self.ledger.pods())),
-            Request::Managers(reply) => answered(reply.send(self.managers.clone())),
+            Request::Pods(reply) => log_dropped_reply(reply.send(self.ledger.pods())),
+            Request::Managers(reply) => log_dropped_reply(reply.send(self.managers.clone())),
             Request::VolumesRetried => self.retry_volumes(),
         }
     }
 
     /// Admits the pods that waited for the Node, in the order of their requests.
-    fn admit_held(&mut self) {
+    fn admit_after_node(&mut self) {
         for waiting in std::mem::take(&mut self.before_node) {
             // A dropped reply means that the pod was deleted.
             if !waiting.reply.is_closed() {
@@ -350,16 +353,16 @@ impl Actor {
     }
 
     /// Waits for the deadline of a preempted pod.
-    async fn overdue(&self) {
+    async fn preemption_deadline(&self) {
         match self.ledger.next_overdue() {
-            Some(at) => tokio::time::sleep_until(self.begun + at).await,
+            Some(at) => tokio::time::sleep_until(self.epoch + at).await,
             None => std::future::pending().await,
         }
     }
 
     /// Stops waiting for preempted pods that exceeded their deadline, and retries the admission of critical pods.
-    fn give_up_overdue(&mut self) {
-        for victim in self.ledger.give_up_overdue(self.begun.elapsed()) {
+    fn stop_waiting_for_overdue(&mut self) {
+        for victim in self.ledger.give_up_overdue(self.epoch.elapsed()) {
             let message = "Container runtime did not kill the pod within specified grace period.";
             tracing::warn!(
                 pod = pod::full_name(&victim),
@@ -384,8 +387,8 @@ impl Actor {
 
     fn admit(&mut self, waiting: Waiting) {
         let uid = pod::uid(&waiting.pod).to_owned();
-        let (context, now) = (Arc::clone(&self.context), self.begun.elapsed());
-        let Some(node) = context.node.admitting(&waiting.pod) else {
+        let (context, now) = (Arc::clone(&self.context), self.epoch.elapsed());
+        let Some(node) = context.node.node_for_admission(&waiting.pod) else {
             if self.before_node.is_empty() {
                 tracing::info!(
                     "pods wait for admission until the apiserver has returned the Node object"
@@ -396,7 +399,7 @@ impl Actor {
         };
         let decide = |here: &Here<'_>| self.ledger.admit(&waiting.pod, here, now);
         match with_node(&context, &uid, &node, decide) {
-            Decision::Admitted => match self.give(&waiting.pod) {
+            Decision::Admitted => match self.assign_exclusive(&waiting.pod) {
                 Ok(slots) => {
                     let has_own = self.managers.has(&uid);
                     self.inboxes.insert(uid, waiting.inbox.clone());
@@ -407,17 +410,17 @@ impl Actor {
                 }
                 Err(refusal) => {
                     self.release(&uid);
-                    answered(waiting.reply.send(Err(refusal)));
+                    log_dropped_reply(waiting.reply.send(Err(refusal)));
                 }
             },
             Decision::Refused(refusal) => {
-                let look = |devices: &Devices| devices.in_words(&waiting.pod, refusal);
-                answered(waiting.reply.send(Err(context.devices.look(look))));
+                let read = |devices: &Devices| devices.in_words(&waiting.pod, refusal);
+                log_dropped_reply(waiting.reply.send(Err(context.devices.read(read))));
             }
             Decision::AwaitingPreemption(evictions) => {
                 for eviction in evictions {
                     self.context.metrics.preempted(&eviction.signal);
-                    self.tell(&eviction.uid, eviction.verdict);
+                    self.notify_worker(&eviction.uid, eviction.verdict);
                 }
                 self.waiting.push(waiting);
             }
@@ -425,10 +428,10 @@ impl Actor {
     }
 
     /// Notifies admitted pods. If a pod needs devices, these are allocated first.
-    fn notify_granted(&mut self) {
+    fn notify_admitted(&mut self) {
         for (waiting, slots) in std::mem::take(&mut self.granted) {
             if slots.is_empty() {
-                answered(waiting.reply.send(Ok(())));
+                log_dropped_reply(waiting.reply.send(Ok(())));
             } else {
                 devices::allocate(&self.context, waiting.pod, slots, waiting.reply);
             }
@@ -437,7 +440,7 @@ impl Actor {
 
     /// Assigns exclusive resources to an admitted pod, either all of them or none. Returns
     /// the allocations to request from device plugins.
-    fn give(&mut self, pod: &Pod) -> Result<Vec<Slot>, Refusal> {
+    fn assign_exclusive(&mut self, pod: &Pod) -> Result<Vec<Slot>, Refusal> {
         let (context, managers) = (&self.context, &mut self.managers);
         let begun = Instant::now();
         let decide = |devices: &mut Devices| managers.admit(pod, devices);
@@ -446,7 +449,7 @@ impl Actor {
         admission.result
     }
 
-    fn grow(&mut self, pod: &Pod) -> Result<(), Refusal> {
+    fn resize(&mut self, pod: &Pod) -> Result<(), Refusal> {
         let context = Arc::clone(&self.context);
         if let Some(now) = self.ledger.pod(pod::uid(pod)) {
             let possible = admit::check_swap(&now, pod, context.swaps())
@@ -467,12 +470,12 @@ impl Actor {
 
     /// Grants freed resources to pods that wait for a resize, in their order, and
     /// wakes their workers. The others keep waiting.
-    fn retry_growth(&mut self, trigger: &str) {
+    fn retry_resizes(&mut self, trigger: &str) {
         let mut waiting = self.ledger.waiting_to_grow();
         loop {
             let before = waiting.len();
             waiting.retain(|pod| {
-                let grows = self.grow(pod).is_ok();
+                let grows = self.resize(pod).is_ok();
                 if grows {
                     self.context.metrics.deferred_resize_accepted(trigger);
                     if let Some(inbox) = self.inboxes.get(pod::uid(pod)) {
@@ -521,7 +524,7 @@ impl Actor {
         }
     }
 
-    fn tell(&self, uid: &str, verdict: Verdict) {
+    fn notify_worker(&self, uid: &str, verdict: Verdict) {
         if let Some(inbox) = self.inboxes.get(uid) {
             inbox.send(Input::Terminate(verdict));
         }
@@ -536,28 +539,28 @@ impl Actor {
 
     fn release(&mut self, uid: &str) {
         self.inboxes.remove(uid);
-        let held_alone = self.ledger.holds_alone(uid);
+        let had_exclusive_claim = self.ledger.holds_alone(uid);
         self.ledger.release(uid);
-        self.make_room(uid, true);
-        if held_alone {
+        self.offer_resources(uid, true);
+        if had_exclusive_claim {
             self.retry_volumes();
         }
     }
 
     /// Offers a pod's resources to waiting pods; exclusive resources only after the pod has stopped.
-    fn make_room(&mut self, uid: &str, has_stopped: bool) {
+    fn offer_resources(&mut self, uid: &str, has_stopped: bool) {
         if has_stopped {
             self.context.devices.release(uid);
             self.managers.release(uid);
             self.publish();
         }
-        self.retry_growth("pods_removed");
+        self.retry_resizes("pods_removed");
         self.admit_waiting();
     }
 }
 
 /// Handles a reply whose receiver was dropped.
-pub(super) fn answered<T>(result: Result<(), T>) {
+pub(super) fn log_dropped_reply<T>(result: Result<(), T>) {
     if result.is_err() {
         tracing::debug!("the requesting worker no longer waits for the answer");
     }
@@ -566,14 +569,14 @@ pub(super) fn answered<T>(result: Result<(), T>) {
 /// Resources that pods may use, including advertised devices; `uid` is the requesting pod.
 fn allocatable(context: &Context, uid: &str) -> Amounts {
     let mut amounts = context.allocatable();
-    amounts.extend(context.devices.look(|d| d.allocatable_for(uid)));
+    amounts.extend(context.devices.read(|d| d.allocatable_for(uid)));
     amounts
 }
 
 fn with_node<T>(
     context: &Context,
     uid: &str,
-    node: &Admitting,
+    node: &AdmissionNode,
     decide: impl FnOnce(&Here<'_>) -> T,
 ) -> T {
     let allocatable = allocatable(context, uid);

@@ -17,31 +17,31 @@ use crate::cri::{RunningContainer, RuntimeError};
 use crate::host::{HostError, HostErrorKind, Log};
 
 /// Limit for parallel renames, so that a runtime that hangs for one log does not delay others.
-const MOVES: usize = 16;
+const MAX_PARALLEL_RENAMES: usize = 16;
 
 /// A step of the rotation: limits parallel runs, and runs once per container at a time.
 struct Step {
-    under_way: Mutex<BTreeSet<String>>,
+    in_progress: Mutex<BTreeSet<String>>,
     places: Semaphore,
 }
 
 impl Step {
     fn new(places: usize) -> Step {
         Step {
-            under_way: Mutex::default(),
+            in_progress: Mutex::default(),
             places: Semaphore::new(places),
         }
     }
 
     /// Runs the step for a container. `None` if the step is already running or queued for this container.
     async fn take<T>(&self, id: &str, work: impl Future<Output = T>) -> Option<T> {
-        if !lock(&self.under_way).insert(id.to_owned()) {
+        if !lock(&self.in_progress).insert(id.to_owned()) {
             return None;
         }
         let place = self.places.acquire().await;
         let result = work.await;
         drop(place);
-        lock(&self.under_way).remove(id);
+        lock(&self.in_progress).remove(id);
         Some(result)
     }
 }
@@ -55,7 +55,7 @@ struct Rotation {
 /// Runs until the process exits.
 pub async fn run(context: Arc<Context>) {
     let rotation = Arc::new(Rotation {
-        moves: Step::new(MOVES),
+        moves: Step::new(MAX_PARALLEL_RENAMES),
         compressions: Step::new(context.config.logs.workers),
         context,
     });
@@ -103,18 +103,18 @@ impl Rotation {
             return;
         };
         if let Err(error) = moved {
-            emit(container, "rotating a log failed", &error);
+            log_failure(container, "rotating a log failed", &error);
             return;
         }
         let compressing = context.host.compress_log(&log);
         let compressed = self.compressions.take(&container.id, compressing).await;
         if let Some(Err(error)) = compressed {
-            emit(container, "compressing a rotated log failed", &error);
+            log_failure(container, "compressing a rotated log failed", &error);
         }
     }
 }
 
-fn emit(container: &RunningContainer, what: &str, error: &dyn Display) {
+fn log_failure(container: &RunningContainer, what: &str, error: &dyn Display) {
     let (pod, namespace) = (&container.pod, &container.namespace);
     tracing::warn!(%error, pod, namespace, container = container.name, "{what}");
 }

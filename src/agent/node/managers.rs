@@ -21,11 +21,11 @@ use crate::cri::RunningContainer;
 use crate::sys::{file, machine, topology};
 
 /// Size limit of a checkpoint, in bytes.
-const LIMIT: u64 = 16 << 20;
+const MAX_CHECKPOINT_SIZE: u64 = 16 << 20;
 
 fn read(root: &Path, name: &str) -> anyhow::Result<Option<String>> {
     let path = root.join(name);
-    file::read_text_if_there(&path, LIMIT)
+    file::read_text_if_there(&path, MAX_CHECKPOINT_SIZE)
         .with_context(|| format!("cannot read {}", path.display()))
 }
 
@@ -65,7 +65,7 @@ pub fn save(root: &Path, checkpoints: &[(&'static str, String)]) -> anyhow::Resu
 
 /// Binds containers to their CPUs and NUMA nodes, whenever assignments change and every `cpuManagerReconcilePeriod`.
 /// Also releases assignments of pods that no longer exist.
-pub async fn keep(context: Arc<Context>, roster: watch::Receiver<Roster>) {
+pub async fn run(context: Arc<Context>, roster: watch::Receiver<Roster>) {
     if !context.config.managers.bind() {
         return std::future::pending().await;
     }
@@ -74,7 +74,7 @@ pub async fn keep(context: Arc<Context>, roster: watch::Receiver<Roster>) {
     loop {
         let _now = pinning.borrow_and_update();
         drop(_now);
-        binder.pass(&context, &roster).await;
+        binder.reconcile(&context, &roster).await;
         tokio::select! {
             biased;
             Ok(()) = pinning.changed() => {}
@@ -85,15 +85,15 @@ pub async fn keep(context: Arc<Context>, roster: watch::Receiver<Roster>) {
 
 /// The CPUs and NUMA nodes that a container is bound to, as lists; an empty list is no restriction.
 #[derive(Default, Clone, PartialEq, Eq)]
-struct Bound {
+struct Binding {
     cpus: String,
     nodes: String,
 }
 
-impl Bound {
-    fn of(pinning: &Pinning, container: &RunningContainer) -> Bound {
+impl Binding {
+    fn of(pinning: &Pinning, container: &RunningContainer) -> Binding {
         let (uid, name) = (&container.uid, &container.name);
-        Bound {
+        Binding {
             cpus: pinning.cpus(uid, name).map(list).unwrap_or_default(),
             nodes: pinning
                 .memory_nodes(uid, name)
@@ -106,12 +106,12 @@ impl Bound {
 /// The last binding of each container, by its id.
 #[derive(Default)]
 struct Binder {
-    bound: BTreeMap<String, Bound>,
+    bound: BTreeMap<String, Binding>,
     failing: bool,
 }
 
 impl Binder {
-    async fn pass(&mut self, context: &Context, roster: &watch::Receiver<Roster>) {
+    async fn reconcile(&mut self, context: &Context, roster: &watch::Receiver<Roster>) {
         let result = match context.runtime.running().await {
             Ok(running) => {
                 release_stale(context, roster, &running).await;
@@ -139,8 +139,8 @@ impl Binder {
         let mut result = Ok(());
         for container in running {
             let now = Arc::clone(&context.ledger.pinning().borrow());
-            let wanted = Bound::of(&now, container);
-            if *self.bound.get(&container.id).unwrap_or(&Bound::default()) == wanted {
+            let wanted = Binding::of(&now, container);
+            if *self.bound.get(&container.id).unwrap_or(&Binding::default()) == wanted {
                 continue;
             }
             let resources = pb::LinuxContainerResources {
@@ -171,10 +171,10 @@ async fn release_stale(
     let stale: BTreeSet<String> = {
         let roster = roster.borrow();
         let runs = |uid: &str| running.iter().any(|c| c.uid == uid);
-        let gone = pinning
+        let deleted = pinning
             .pods()
             .filter(|uid| roster.complete && !roster.has(uid) && !runs(uid));
-        gone.map(Into::into).collect()
+        deleted.map(Into::into).collect()
     };
     for uid in stale {
         tracing::info!(

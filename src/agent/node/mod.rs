@@ -5,18 +5,18 @@
 //! | `runtime::poll` | polls the runtime's status |
 //! | `runtime::images` | lists the runtime's images |
 //! | `runtime::pod_addresses` | sets the runtime's pod CIDR |
-//! | `status::keep` | registers the node (`registration`) and patches its status |
-//! | `lease::keep` | renews the lease |
-//! | `own::follow` | watches the Node object |
-//! | `cgroup_tree::keep` | sets the values of the cgroups above pods, and of the system's cgroups |
-//! | `leases::keep` | releases the addresses of failed sandboxes |
-//! | `own_cgroups::keep` | moves the agent and system processes to their configured cgroups |
+//! | `status::run` | registers the node (`registration`) and patches its status |
+//! | `lease::run` | renews the lease |
+//! | `own::run` | watches the Node object |
+//! | `cgroup_tree::run` | sets the values of the cgroups above pods, and of the system's cgroups |
+//! | `leases::run` | releases the addresses of failed sandboxes |
+//! | `own_cgroups::run` | moves the agent and system processes to their configured cgroups |
 //!
 //! Other tasks: `pressure` monitors memory, disks and process ids, and evicts pods; `oom` reports
 //! out-of-memory kills; `shutdown` terminates pods when the machine shuts down; `devices::run` registers
 //! device plugins; `claims::run` releases leftover resource claims; `slices::run` deletes ResourceSlices of
-//! unavailable drivers; `network::follow` updates the machine's addresses and resolver configuration;
-//! `managers::keep` binds containers to their CPUs and NUMA nodes.
+//! unavailable drivers; `network::run` updates the machine's addresses and resolver configuration;
+//! `managers::run` binds containers to their CPUs and NUMA nodes.
 //!
 //! The loops exchange the latest values through `watch` channels. Every request has a deadline.
 
@@ -55,7 +55,7 @@ use tokio::sync::watch;
 pub use api::{KubeNodes, NodeApi, NodeChange};
 pub use claims::ClaimManager;
 pub use devices::DeviceManager;
-pub use own::{Admitting, OwnNode, REGISTER_AGAIN_AFTER, seal};
+pub use own::{AdmissionNode, OwnNode, REGISTER_AGAIN_AFTER, store_node};
 
 use super::Context;
 use super::pod::dispatch::Roster;
@@ -114,11 +114,11 @@ pub async fn run(
         runtime::poll(&context, &views, &network),
         runtime::images(&context, &found),
         runtime::pod_addresses(&context),
-        status::keep(&context, inputs, roster),
-        lease::keep(&context),
-        own::follow(&context),
-        cgroup_tree::keep(&context),
-        own_cgroups::keep(&context),
-        leases::keep(&context),
+        status::run(&context, inputs, roster),
+        lease::run(&context),
+        own::run(&context),
+        cgroup_tree::run(&context),
+        own_cgroups::run(&context),
+        leases::run(&context),
     );
 }

@@ -14,10 +14,10 @@ use crate::sys::failure::doing;
 use crate::sys::{addresses, file};
 
 /// Size limit of the resolver configuration, in bytes.
-const LIMIT: u64 = 64 << 10;
+const MAX_FILE_SIZE: u64 = 64 << 10;
 
 /// Timeout for resolving the node's name.
-const RESOLVED: Duration = Duration::from_secs(3);
+const NAME_LOOKUP_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The node's current addresses, or why there are none.
 pub async fn addresses(config: &Config) -> Result<Vec<String>, HostError> {
@@ -32,7 +32,7 @@ pub async fn addresses(config: &Config) -> Result<Vec<String>, HostError> {
     }
     let name = &config.node_name;
     let lookup = tokio::net::lookup_host((name.as_str(), 0));
-    let resolved: Vec<IpAddr> = match tokio::time::timeout(RESOLVED, lookup).await {
+    let resolved: Vec<IpAddr> = match tokio::time::timeout(NAME_LOOKUP_TIMEOUT, lookup).await {
         Ok(Ok(found)) => found.map(|socket| socket.ip()).collect(),
         _ => vec![],
     };
@@ -78,7 +78,7 @@ pub fn try_resolver(config: &Config, node_ips: &[String]) -> Result<Resolver, Ho
             ..Resolver::default()
         }
     } else {
-        let text = file::read_text(config.resolv_conf.as_ref(), LIMIT);
+        let text = file::read_text(config.resolv_conf.as_ref(), MAX_FILE_SIZE);
         let unread = doing(format!("resolvConf {}", config.resolv_conf));
         Resolver::parse(&text.map_err(unread)?)
     };
@@ -106,7 +106,7 @@ pub fn resolver(config: &Config, node_ips: &[String]) -> Resolver {
 }
 
 /// The current addresses of pods on the host network: those of the Node if a cloud controller sets them.
-async fn of_host(context: &Context) -> Result<Vec<String>, HostError> {
+async fn host_addresses(context: &Context) -> Result<Vec<String>, HostError> {
     let config = &context.config;
     let external = config.external_cloud && context.node.api().is_some();
     let node = context.node.borrow().clone();
@@ -124,22 +124,22 @@ async fn of_host(context: &Context) -> Result<Vec<String>, HostError> {
 }
 
 /// Updates the addresses and the DNS settings until the process exits. After a failure, the last value stays valid.
-pub async fn follow(context: Arc<Context>) {
+pub async fn run(context: Arc<Context>) {
     let (mut complaint, mut node) = (None, context.node.subscribe());
-    let is_told = context.config.external_cloud;
+    let is_external = context.config.external_cloud;
     loop {
         tokio::select! {
             biased;
-            Ok(()) = node.changed(), if is_told => {}
+            Ok(()) = node.changed(), if is_external => {}
             () = tokio::time::sleep(context.config.node_status_update) => {}
         }
-        let looked = of_host(&context).await;
-        let error = looked.as_ref().err().cloned();
+        let answer = host_addresses(&context).await;
+        let error = answer.as_ref().err().cloned();
         if let Some(error) = error.as_ref().filter(|_| complaint != error) {
             tracing::warn!(%error, "cannot determine the node's addresses; keeping the last known ones");
         }
         complaint = error;
-        let found = looked.unwrap_or_default();
+        let found = answer.unwrap_or_default();
         context.node_ips.send_if_modified(|known| {
             let is_other = changed(known, &found);
             if is_other {

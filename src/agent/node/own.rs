@@ -18,19 +18,19 @@ use crate::kubeapi::cache::revision;
 use crate::sealed::Keeper;
 
 /// Timeout for reading the Node during a pod's admission.
-const FRESH: Duration = Duration::from_secs(5);
+const REFRESH_TIMEOUT: Duration = Duration::from_secs(5);
 /// Back-off after an interrupted watch.
-const PAUSES: Doubling = Doubling::new(Duration::from_millis(100), Duration::from_secs(5));
+const REFRESH_BACKOFF: Doubling = Doubling::new(Duration::from_millis(100), Duration::from_secs(5));
 
 /// How long the Node object must be missing until the agent registers the node again, if `registerNode` is true. To
 /// remove a node from the cluster, stop its agent within this time.
 pub const REGISTER_AGAIN_AFTER: Duration = Duration::from_secs(60);
 
-/// The Node that a pod is admitted to. Only [`OwnNode::admitting`] creates one, so no
+/// The Node that a pod is admitted to. Only [`OwnNode::node_for_admission`] creates one, so no
 /// pod of the API is admitted to an unknown node.
-pub struct Admitting(Arc<Node>);
+pub struct AdmissionNode(Arc<Node>);
 
-impl Admitting {
+impl AdmissionNode {
     /// The Node object.
     #[must_use]
     pub fn node(&self) -> &Node {
@@ -57,7 +57,7 @@ impl OwnNode {
     /// Creates an unknown Node. Without an API, the Node consists of the configuration alone.
     #[must_use]
     pub fn new(config: &Config, api: Option<Arc<dyn NodeApi>>) -> OwnNode {
-        let initial = registration::fresh(config, NodeStatus::default());
+        let initial = registration::new_node(config, NodeStatus::default());
         OwnNode {
             name: config.node_name.clone(),
             known: watch::channel(api.is_none()).0,
@@ -73,15 +73,15 @@ impl OwnNode {
     /// wait, as the API may never answer. An unknown or missing Node is replaced by the one that this agent registers
     /// (upstream's `getNodeAnyWay`, and the wait in `NewSourceApiserver`).
     #[must_use]
-    pub fn admitting(&self, pod: &Pod) -> Option<Admitting> {
+    pub fn node_for_admission(&self, pod: &Pod) -> Option<AdmissionNode> {
         let seen = self.seen.borrow().clone();
         let stand_in = pod::is_static(pod) || *self.known.borrow();
         let node = seen.or_else(|| stand_in.then(|| Arc::clone(&self.initial)));
-        node.map(Admitting)
+        node.map(AdmissionNode)
     }
 
     /// Waits until the object, or its absence, is known.
-    pub async fn known(&self) {
+    pub async fn wait_until_known(&self) {
         // This object owns the sender, so the wait cannot fail.
         let _ = self.known.subscribe().wait_for(|known| *known).await;
     }
@@ -120,9 +120,9 @@ impl OwnNode {
     /// Reads the Node from the API. Returns whether this succeeded.
     pub async fn refresh(&self) -> bool {
         let Some(api) = &self.api else { return false };
-        match within(FRESH, api.get(&self.name)).await {
+        match within(REFRESH_TIMEOUT, api.get(&self.name)).await {
             Ok(Some(node)) => {
-                self.see(node);
+                self.observe(node);
                 true
             }
             Ok(None) => {
@@ -138,7 +138,7 @@ impl OwnNode {
 
     /// Applies a version from an answer or from the watch. Ignores versions older than
     /// the known one, as both may overtake each other.
-    pub fn see(&self, mut node: Node) {
+    pub fn observe(&self, mut node: Node) {
         node.metadata.managed_fields = None;
         let node = Arc::new(node);
         self.seen.send_if_modified(|known| {
@@ -155,7 +155,7 @@ impl OwnNode {
     }
 
     /// Records that the object does not exist.
-    pub(super) fn lose(&self) {
+    pub(super) fn mark_absent(&self) {
         self.known.send_replace(true);
         if self.seen.borrow().is_some() {
             self.set_deleted(true);
@@ -194,7 +194,7 @@ impl OwnNode {
     }
 
     /// Waits until the object exists.
-    pub async fn present(&self) -> Arc<Node> {
+    pub async fn wait_until_present(&self) -> Arc<Node> {
         let (mut seen, mut deleted) = (self.seen.subscribe(), self.deleted.subscribe());
         loop {
             // This object owns the senders, so the waits cannot fail.
@@ -210,7 +210,7 @@ impl OwnNode {
 }
 
 /// Stores the Node's fields that admission needs, for a start without an apiserver.
-pub async fn seal(context: Arc<Context>, keeper: Keeper) {
+pub async fn store_node(context: Arc<Context>, keeper: Keeper) {
     let mut seen = context.node.subscribe();
     loop {
         let node = seen.borrow_and_update().clone();
@@ -225,23 +225,23 @@ pub async fn seal(context: Arc<Context>, keeper: Keeper) {
 }
 
 /// Watches the Node: its labels and taints determine which pods are admitted, its pod CIDR is passed to the runtime.
-pub(super) async fn follow(context: &Context) {
+pub(super) async fn run(context: &Context) {
     let Some(api) = context.node.api() else {
         return std::future::pending().await;
     };
     let mut schedulable = None;
     let mut changes = api.watch(&context.config.node_name);
-    let mut pauses = PAUSES;
+    let mut pauses = REFRESH_BACKOFF;
     while let Some(change) = changes.next().await {
         match change {
             NodeChange::Present(node) => {
                 let now = !is_cordoned(&node);
                 if schedulable.replace(now).is_some_and(|before| before != now) {
-                    emit_schedulable(context, now);
+                    emit_schedulable_event(context, now);
                 }
-                context.node.see(*node);
+                context.node.observe(*node);
             }
-            NodeChange::Absent => context.node.lose(),
+            NodeChange::Absent => context.node.mark_absent(),
             NodeChange::Interrupted(why) => {
                 tracing::debug!(why, "the watch of the Node was interrupted; retrying");
                 tokio::time::sleep(pauses.pause()).await;
@@ -257,7 +257,7 @@ fn is_cordoned(node: &Node) -> bool {
     spec.and_then(|s| s.unschedulable) == Some(true)
 }
 
-fn emit_schedulable(context: &Context, schedulable: bool) {
+fn emit_schedulable_event(context: &Context, schedulable: bool) {
     let name = &context.config.node_name;
     let reason = if schedulable {
         "NodeSchedulable"

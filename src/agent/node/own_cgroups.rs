@@ -12,7 +12,7 @@ use crate::sys::{cgroup, meter, process};
 const PERIOD: Duration = Duration::from_secs(60);
 
 /// Moves the agent to its cgroup. An agent in a container stays in the container's cgroup.
-fn place_agent(to: &str) -> Result<(), String> {
+fn move_agent(to: &str) -> Result<(), String> {
     let is_on_host = process::is_on_host();
     let is_on_host =
         is_on_host.map_err(|e| format!("cannot determine the process namespace: {e}"))?;
@@ -26,7 +26,7 @@ fn place_agent(to: &str) -> Result<(), String> {
 }
 
 /// Moves processes to their cgroups. Returns the failures.
-fn place(wanted: &OwnCgroups) -> Vec<String> {
+fn move_processes(wanted: &OwnCgroups) -> Vec<String> {
     let mut failed = vec![];
     if let Some(to) = &wanted.system {
         match cgroup::move_processes("/", to) {
@@ -37,22 +37,22 @@ fn place(wanted: &OwnCgroups) -> Vec<String> {
     }
     // After the system processes: the agent may also have been in the root cgroup.
     if let Some(to) = &wanted.agent {
-        failed.extend(place_agent(to).err());
+        failed.extend(move_agent(to).err());
     }
     failed
 }
 
 /// Keeps processes in their cgroups. Logs failures when they change.
-pub(super) async fn keep(context: &Context) {
+pub(super) async fn run(context: &Context) {
     let wanted = &context.config.own_cgroups;
     if *wanted == OwnCgroups::default() {
         return;
     }
-    let mut told: Vec<String> = vec![];
+    let mut reported: Vec<String> = vec![];
     loop {
         let wanted = wanted.clone();
-        match blocking(move || Ok(place(&wanted))).await {
-            Ok(failed) if failed == told => {}
+        match blocking(move || Ok(move_processes(&wanted))).await {
+            Ok(failed) if failed == reported => {}
             Ok(failed) => {
                 for error in &failed {
                     tracing::warn!(
@@ -60,7 +60,7 @@ pub(super) async fn keep(context: &Context) {
                         "moving a process to its cgroup (kubeletCgroups, systemCgroups) failed; retrying every minute"
                     );
                 }
-                told = failed;
+                reported = failed;
             }
             Err(error) => tracing::warn!(%error, "moving processes to their cgroups failed"),
         }

@@ -18,9 +18,10 @@ use crate::core::version::arch;
 use crate::kubeapi::pods::ApiFailure;
 
 /// Back-off between attempts to register.
-const PAUSES: Doubling = Doubling::new(Duration::from_millis(100), Duration::from_secs(7));
+const REGISTRATION_BACKOFF: Doubling =
+    Doubling::new(Duration::from_millis(100), Duration::from_secs(7));
 /// Annotation for the attach/detach controller: it attaches the node's volumes.
-const ATTACH: &str = "volumes.kubernetes.io/controller-managed-attach-detach";
+const CONTROLLER_ATTACH_ANNOTATION: &str = "volumes.kubernetes.io/controller-managed-attach-detach";
 
 /// Labels that describe the platform. The agent restores them whenever they are changed.
 fn platform_labels() -> [(&'static str, &'static str); 4] {
@@ -57,7 +58,7 @@ const RECONCILED: [&str; 11] = [
 ];
 
 /// The addresses of `--node-ip`, as an annotation for the cloud controller.
-fn provided(config: &Config) -> Option<String> {
+fn provided_ips(config: &Config) -> Option<String> {
     let ips: Vec<String> = config.node_ips.iter().map(ToString::to_string).collect();
     (config.external_cloud && !ips.is_empty()).then(|| ips.join(","))
 }
@@ -76,11 +77,11 @@ fn taints(config: &Config) -> Vec<Taint> {
 }
 
 /// The Node object as this agent creates it.
-pub(super) fn fresh(config: &Config, status: NodeStatus) -> Node {
-    let attach = [(ATTACH, "true".to_owned())];
+pub(super) fn new_node(config: &Config, status: NodeStatus) -> Node {
+    let attach = [(CONTROLLER_ATTACH_ANNOTATION, "true".to_owned())];
     let annotations = attach
         .into_iter()
-        .chain(provided(config).map(|ips| (PROVIDED, ips)));
+        .chain(provided_ips(config).map(|ips| (PROVIDED, ips)));
     let annotations = annotations.map(|(key, value)| (key.to_owned(), value));
     let taints = taints(config);
     Node {
@@ -100,7 +101,7 @@ pub(super) fn fresh(config: &Config, status: NodeStatus) -> Node {
 }
 
 /// The merge patch that restores a Node's own labels and annotations; `None` if they are correct.
-fn mended(config: &Config, found: &Node) -> Option<Value> {
+fn metadata_patch(config: &Config, found: &Node) -> Option<Value> {
     let labels: BTreeMap<String, Option<String>> = labels(config)
         .into_iter()
         .filter(|(key, _)| RECONCILED.contains(&key.as_str()))
@@ -109,7 +110,10 @@ fn mended(config: &Config, found: &Node) -> Option<Value> {
         .collect();
     let mut annotations = Map::new();
     let attach = Some("true".to_owned());
-    for (key, wanted) in [(ATTACH, attach), (PROVIDED, provided(config))] {
+    for (key, wanted) in [
+        (CONTROLLER_ATTACH_ANNOTATION, attach),
+        (PROVIDED, provided_ips(config)),
+    ] {
         if found.annotations().get(key) != wanted.as_ref() {
             annotations.insert(key.to_owned(), wanted.into());
         }
@@ -139,7 +143,7 @@ async fn create(
     api: &dyn NodeApi,
     status: NodeStatus,
 ) -> Result<Node, ApiFailure> {
-    let node = fresh(&context.config, status);
+    let node = new_node(&context.config, status);
     context.metrics.node_registering(context.clock.now());
     let made = within(deadline(context), api.create(&node)).await?;
     let (now, booted) = (context.clock.now(), context.machine.booted);
@@ -150,7 +154,7 @@ async fn create(
 }
 
 /// Returns the Node object, and creates it if it does not exist. Taints are set at creation only.
-async fn once(
+async fn try_register(
     context: &Context,
     api: &dyn NodeApi,
     status: NodeStatus,
@@ -172,7 +176,7 @@ async fn once(
             other => return other,
         },
     };
-    match mended(config, &found) {
+    match metadata_patch(config, &found) {
         None => Ok(found),
         Some(patch) => within(limit, api.patch(name, &patch)).await,
     }
@@ -184,9 +188,9 @@ pub(super) async fn register(
     api: &dyn NodeApi,
     status: impl Fn() -> NodeStatus,
 ) -> Node {
-    let mut pauses = PAUSES;
+    let mut pauses = REGISTRATION_BACKOFF;
     loop {
-        match once(context, api, status()).await {
+        match try_register(context, api, status()).await {
             Ok(node) => return node,
             Err(error) if pauses.is_first() => {
                 tracing::error!(%error, node = context.config.node_name, "registering the node failed; retrying");
@@ -213,12 +217,12 @@ mod tests {
             node_ip: Some("192.0.2.1,2001:db8::1".into()),
             ..Overrides::default()
         };
-        let node = fresh(&config(with), NodeStatus::default());
+        let node = new_node(&config(with), NodeStatus::default());
         let taints = node.spec.as_ref().and_then(|s| s.taints.clone());
         let taint = &taints.expect("a taint")[0];
         assert_eq!(taint.key, "node.cloudprovider.kubernetes.io/uninitialized");
         assert_eq!(node.annotations()[PROVIDED], "192.0.2.1,2001:db8::1");
-        let without = fresh(&config(Overrides::default()), NodeStatus::default());
+        let without = new_node(&config(Overrides::default()), NodeStatus::default());
         assert!(without.spec.as_ref().is_some_and(|s| s.taints.is_none()));
         assert!(!without.annotations().contains_key(PROVIDED));
     }
@@ -232,7 +236,7 @@ mod tests {
                 ..Overrides::default()
             })
         };
-        let mut node = fresh(
+        let mut node = new_node(
             &with("tier=a,topology.kubernetes.io/zone=z1"),
             NodeStatus::default(),
         );
@@ -240,14 +244,14 @@ mod tests {
         assert_eq!(node.labels()[zone], "z1");
         node.labels_mut().insert("tier".into(), "b".into());
         assert_eq!(
-            mended(
+            metadata_patch(
                 &with("tier=a,other=c,topology.kubernetes.io/zone=z2"),
                 &node
             ),
             Some(json!({"metadata": {"labels": {zone: "z2"}}}))
         );
         assert_eq!(
-            mended(&with("topology.kubernetes.io/zone="), &node),
+            metadata_patch(&with("topology.kubernetes.io/zone="), &node),
             Some(json!({"metadata": {"labels": {zone: null}}}))
         );
     }
@@ -255,14 +259,14 @@ mod tests {
     #[test]
     fn changed_labels_and_annotations_are_restored() {
         let config = config(Overrides::default());
-        let mut node = fresh(&config, NodeStatus::default());
-        assert_eq!(mended(&config, &node), None);
+        let mut node = new_node(&config, NodeStatus::default());
+        assert_eq!(metadata_patch(&config, &node), None);
         assert_eq!(platform_patch(&node), None);
         node.labels_mut()
             .insert("kubernetes.io/os".into(), "plan9".into());
         node.annotations_mut()
             .insert(PROVIDED.into(), "192.0.2.9".into());
-        let patch = mended(&config, &node).expect("a patch");
+        let patch = metadata_patch(&config, &node).expect("a patch");
         assert_eq!(
             patch,
             json!({"metadata": {"labels": {"kubernetes.io/os": "linux"}, "annotations": {PROVIDED: null}}})

@@ -13,19 +13,19 @@ use crate::core::node::runtime_health::{Answer, RuntimeHealth};
 use crate::cri::{Features, Image, RuntimeErrorKind};
 
 /// Interval between status requests while the runtime is not ready, and while it is.
-const POLL: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+const POLL_INTERVALS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 /// Timeout of a status request.
-const ANSWER: Duration = Duration::from_secs(10);
+const STATUS_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout for listing all images.
-const LISTING: Duration = Duration::from_secs(30);
+const IMAGE_LIST_TIMEOUT: Duration = Duration::from_secs(30);
 /// Limit for names of one image in the Node's status.
-const NAMES: usize = 5;
+const MAX_IMAGE_NAMES: usize = 5;
 
 /// The last known state of the runtime.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct RuntimeView {
     /// Whether a first status request has completed, successfully or not.
-    pub asked: bool,
+    pub polled: bool,
     /// For example `containerd://1.7.2`.
     pub version: String,
     /// Why the runtime keeps the node from being ready.
@@ -52,7 +52,7 @@ pub(super) async fn poll(
     let mut health = RuntimeHealth::default();
     let mut view = RuntimeView::default();
     loop {
-        match tokio::time::timeout(ANSWER, context.runtime.status()).await {
+        match tokio::time::timeout(STATUS_TIMEOUT, context.runtime.status()).await {
             Ok(Ok(status)) => {
                 let not_ready = status.network_not_ready.as_ref();
                 let reason = |why: &String| format!("container runtime network not ready: {why}");
@@ -68,10 +68,10 @@ pub(super) async fn poll(
                 health.answered(began.elapsed(), answer);
             }
             Ok(Err(error)) => health.failed(error.to_string()),
-            Err(_) => health.failed(format!("no answer within {}s", ANSWER.as_secs())),
+            Err(_) => health.failed(format!("no answer within {}s", STATUS_TIMEOUT.as_secs())),
         }
-        health.listed(context.pulse.since_listing());
-        view.asked = true;
+        health.listed(context.heartbeats.since_listing());
+        view.polled = true;
         view.problems = health.problems(began.elapsed());
         let unasked = *network.borrow() == Network::Unknown;
         if let Some(why) = health
@@ -81,7 +81,11 @@ pub(super) async fn poll(
             publish(network, Network::NotReady(why));
         }
         publish(views, view.clone());
-        let pause = if health.is_settled() { POLL.1 } else { POLL.0 };
+        let pause = if health.is_settled() {
+            POLL_INTERVALS.1
+        } else {
+            POLL_INTERVALS.0
+        };
         tokio::time::sleep(pause).await;
     }
 }
@@ -90,7 +94,7 @@ pub(super) async fn poll(
 pub(super) async fn images(context: &Context, images: &watch::Sender<Option<Vec<ContainerImage>>>) {
     let most = usize::try_from(context.config.max_images).unwrap_or(usize::MAX);
     loop {
-        match tokio::time::timeout(LISTING, context.runtime.images()).await {
+        match tokio::time::timeout(IMAGE_LIST_TIMEOUT, context.runtime.images()).await {
             Ok(Ok(found)) => publish(images, Some(largest(found, most))),
             Ok(Err(error)) => tracing::debug!(%error, "cannot list the images"),
             Err(_) => tracing::debug!("listing the images timed out"),
@@ -99,12 +103,13 @@ pub(super) async fn images(context: &Context, images: &watch::Sender<Option<Vec<
     }
 }
 
-/// The largest images in the format of the Node's status: digests before tags, and at most [`NAMES`] names each.
+/// The largest images in the format of the Node's status: digests before tags, and at most [`MAX_IMAGE_NAMES`] names
+/// each.
 fn largest(mut images: Vec<Image>, most: usize) -> Vec<ContainerImage> {
     images.sort_by(|a, b| b.size.cmp(&a.size).then_with(|| a.id.cmp(&b.id)));
     let reported = |mut image: Image| {
         image.names.sort_by_key(|name| !name.contains('@'));
-        image.names.truncate(NAMES);
+        image.names.truncate(MAX_IMAGE_NAMES);
         ContainerImage {
             // The API drops an empty list, so an empty list would differ from the stored status in every round.
             names: (!image.names.is_empty()).then_some(image.names),
@@ -126,22 +131,22 @@ fn pod_cidrs(node: &Node) -> Option<String> {
 /// Sets the runtime's pod CIDR when it changes: some runtimes generate their CNI configuration from it.
 pub(super) async fn pod_addresses(context: &Context) {
     let mut node = context.node.subscribe();
-    let mut told: Option<String> = None;
+    let mut reported: Option<String> = None;
     loop {
         let wanted = match &context.node.api() {
             Some(_) => node.borrow_and_update().as_deref().and_then(pod_cidrs),
             None => context.config.pod_cidr.clone(),
         };
         let mut again = None;
-        if let Some(cidrs) = wanted.filter(|w| told.as_ref() != Some(w)) {
+        if let Some(cidrs) = wanted.filter(|w| reported.as_ref() != Some(w)) {
             match context.runtime.set_pod_cidrs(&cidrs).await {
                 Err(error) if error.kind != RuntimeErrorKind::Unimplemented => {
                     tracing::warn!(%error, cidrs, "setting the runtime's pod CIDR failed; retrying");
-                    again = Some(POLL.1);
+                    again = Some(POLL_INTERVALS.1);
                 }
                 _ => {
                     tracing::info!(cidrs, "set the runtime's pod CIDR");
-                    told = Some(cidrs);
+                    reported = Some(cidrs);
                 }
             }
         }
@@ -170,8 +175,8 @@ mod tests {
             image("b", 3, &["b:1", "b:2", "b:3", "b:4", "b:5", "b@sha256:0"]),
             image("c", 2, &["c:1"]),
         ];
-        let told = largest(all, 2);
-        let names: Vec<Vec<String>> = told.into_iter().filter_map(|i| i.names).collect();
+        let reported = largest(all, 2);
+        let names: Vec<Vec<String>> = reported.into_iter().filter_map(|i| i.names).collect();
         assert_eq!(names[0], ["b@sha256:0", "b:1", "b:2", "b:3", "b:4"]);
         assert_eq!(
             (names.len(), names[1].as_slice()),

@@ -25,15 +25,15 @@ use crate::sys::file;
 use crate::sys::logind::{Announcements, Announcer, Inhibitor, LogindError};
 
 /// Back-off between attempts to connect to logind.
-const PAUSES: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(30));
+const LISTEN_BACKOFF: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(30));
 /// Maximum time to wait until the Node reports the shutdown.
-const REPORT: Duration = Duration::from_secs(1);
+const NOT_READY_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum time to wait for the statuses of terminated pods. Without an apiserver they are never written.
-const FLUSH: Duration = Duration::from_secs(2);
+const STATUS_TIMEOUT: Duration = Duration::from_secs(2);
 /// Interval between checks whether pods have terminated.
-const LOOK: Duration = Duration::from_millis(50);
+const TERMINATION_POLL: Duration = Duration::from_millis(50);
 /// Size limit of the state file, in bytes.
-const LIMIT: u64 = 4096;
+const MAX_STATE_SIZE: u64 = 4096;
 
 /// Runs until the process exits. Without grace periods, shutdowns are not delayed.
 pub async fn run(
@@ -57,9 +57,9 @@ pub async fn run(
         context: &context,
         hints,
         inhibitor: None,
-        ending: None,
+        in_progress: None,
     };
-    let mut pauses = PAUSES;
+    let mut pauses = LISTEN_BACKOFF;
     loop {
         let error = watch.listen(&*announcer, &mut pauses).await;
         let first = pauses.is_first();
@@ -75,9 +75,9 @@ pub async fn run(
 }
 
 /// A shutdown in progress; the task returns the static pods that it terminated.
-struct Ending {
-    call_off: CancellationToken,
-    told: AbortOnDropHandle<BTreeSet<String>>,
+struct ShutdownInProgress {
+    cancel: CancellationToken,
+    terminated: AbortOnDropHandle<BTreeSet<String>>,
 }
 
 struct Watch<'a> {
@@ -86,7 +86,7 @@ struct Watch<'a> {
     /// Delays the shutdown; held while no shutdown is announced.
     inhibitor: Option<Inhibitor>,
     /// Set from the announcement of a shutdown until its cancellation.
-    ending: Option<Ending>,
+    in_progress: Option<ShutdownInProgress>,
 }
 
 impl Watch<'_> {
@@ -113,7 +113,7 @@ impl Watch<'_> {
             if is_shutting_down {
                 self.begin();
             } else {
-                self.call_off().await;
+                self.cancel().await;
                 match announcements.inhibit().await {
                     Ok(inhibitor) => {
                         self.inhibitor = Some(inhibitor);
@@ -132,7 +132,7 @@ impl Watch<'_> {
         }
     }
 
-    fn publish(&self, what: &str) {
+    fn emit_event(&self, what: &str) {
         let name = &self.context.config.node_name;
         let message = format!("Shutdown manager detected shutdown {what}");
         let events = &self.context.events;
@@ -140,53 +140,54 @@ impl Watch<'_> {
     }
 
     fn begin(&mut self) {
-        if self.ending.is_some() {
+        if self.in_progress.is_some() {
             return;
         }
         tracing::warn!("the machine is shutting down: stopping the pods of this node");
         self.context.shutting_down.send_replace(true);
-        self.publish("event");
+        self.emit_event("event");
         if self.inhibitor.is_none() {
             tracing::warn!(
                 "the shutdown does not wait for pods: it was announced before the agent could delay it"
             );
         }
-        let (context, call_off) = (Arc::clone(self.context), CancellationToken::new());
-        let (called_off, inhibitor) = (call_off.clone(), self.inhibitor.take());
-        let told = tokio::spawn(async move {
-            let mut told = BTreeSet::new();
-            let ended = called_off.run_until_cancelled_owned(end_pods(&context, &mut told));
+        let (context, cancel) = (Arc::clone(self.context), CancellationToken::new());
+        let (cancelled, inhibitor) = (cancel.clone(), self.inhibitor.take());
+        let terminated = tokio::spawn(async move {
+            let mut terminated = BTreeSet::new();
+            let ended =
+                cancelled.run_until_cancelled_owned(terminate_pods(&context, &mut terminated));
             if ended.await.is_some() {
                 tracing::info!("the pods have terminated: the machine may shut down");
             }
             drop(inhibitor);
-            told
+            terminated
         });
-        self.ending = Some(Ending {
-            call_off,
-            told: AbortOnDropHandle::new(told),
+        self.in_progress = Some(ShutdownInProgress {
+            cancel,
+            terminated: AbortOnDropHandle::new(terminated),
         });
     }
 
     /// Handles a cancelled shutdown: restarts static pods, and accepts pods again.
-    async fn call_off(&mut self) {
-        let Some(Ending { call_off, told }) = self.ending.take() else {
+    async fn cancel(&mut self) {
+        let Some(ShutdownInProgress { cancel, terminated }) = self.in_progress.take() else {
             return;
         };
-        call_off.cancel();
-        let mut anew = match told.await {
-            Ok(told) => told,
+        cancel.cancel();
+        let mut to_restart = match terminated.await {
+            Ok(terminated) => terminated,
             Err(error) => {
                 tracing::error!(%error, "the set of terminated static pods is unknown");
                 BTreeSet::new()
             }
         };
-        anew.extend(rejected(&self.context.roster.borrow()));
+        to_restart.extend(rejected_static_pods(&self.context.roster.borrow()));
         tracing::warn!("the shutdown of the machine was cancelled: the node accepts pods again");
         self.context.shutting_down.send_replace(false);
-        self.publish("cancellation");
-        for uid in anew {
-            if self.hints.send(Hint::StartAnew(uid)).await.is_err() {
+        self.emit_event("cancellation");
+        for uid in to_restart {
+            if self.hints.send(Hint::Restart(uid)).await.is_err() {
                 tracing::debug!("the dispatcher has stopped: the process is exiting");
             }
         }
@@ -194,7 +195,7 @@ impl Watch<'_> {
 }
 
 /// Static pods that were rejected because of the shutdown.
-fn rejected(pods: &KnownPods) -> BTreeSet<String> {
+fn rejected_static_pods(pods: &KnownPods) -> BTreeSet<String> {
     let is_rejected = |known: &&Known| {
         let status = known.object.as_ref().and_then(|o| o.status.as_ref());
         pod::is_static(&known.pod) && status.is_some_and(|s| s.reason.as_deref() == Some(REJECTED))
@@ -204,29 +205,29 @@ fn rejected(pods: &KnownPods) -> BTreeSet<String> {
 }
 
 /// Terminates all pods, and adds the static ones to the set.
-async fn end_pods(context: &Arc<Context>, told: &mut BTreeSet<String>) {
+async fn terminate_pods(context: &Arc<Context>, terminated: &mut BTreeSet<String>) {
     let mut began = Instant::now();
     let mut times = Times {
         start: Some(context.clock.now()),
         end: None,
     };
     // A disk that hangs or is no longer available must not delay the termination of pods.
-    let noted = tokio::time::timeout(REPORT, note(context, times));
-    let (noted, ()) = tokio::join!(noted, report(context));
-    if noted.is_err() {
-        tracing::warn!(waited = ?REPORT, file = STATE_FILE, "writing the time of the shutdown takes long; continuing without it");
+    let saved = tokio::time::timeout(NOT_READY_TIMEOUT, save_times(context, times));
+    let (saved, ()) = tokio::join!(saved, wait_until_reported(context));
+    if saved.is_err() {
+        tracing::warn!(waited = ?NOT_READY_TIMEOUT, file = STATE_FILE, "writing the time of the shutdown takes long; continuing without it");
     }
     let pods = context.ledger.pods().await;
     let phases = context.config.shutdown.phases(pods);
     for (place, phase) in phases.iter().enumerate() {
         let deadline = began + phase.period;
         let is_static = phase.pods.iter().filter(|p| pod::is_static(p));
-        told.extend(is_static.map(|p| pod::uid(p).to_owned()));
-        end_phase(context, phase, deadline).await;
+        terminated.extend(is_static.map(|p| pod::uid(p).to_owned()));
+        terminate_phase(context, phase, deadline).await;
         // The apiserver may be a pod of the next phase. The wait is not added to the phase's period.
         let is_last = place + 1 == phases.len();
-        let longest = Instant::now() + FLUSH;
-        flush(
+        let longest = Instant::now() + STATUS_TIMEOUT;
+        wait_for_statuses(
             context,
             phase,
             if is_last {
@@ -239,11 +240,11 @@ async fn end_pods(context: &Arc<Context>, told: &mut BTreeSet<String>) {
         began = Instant::now().min(deadline);
     }
     times.end = Some(context.clock.now());
-    note(context, times).await;
+    save_times(context, times).await;
 }
 
 /// Terminates the pods of a phase, and waits for them until the phase's deadline.
-async fn end_phase(context: &Context, phase: &Phase, deadline: Instant) {
+async fn terminate_phase(context: &Context, phase: &Phase, deadline: Instant) {
     let names: Vec<String> = phase.pods.iter().map(|p| pod::full_name(p)).collect();
     tracing::info!(
         priority = phase.priority,
@@ -254,12 +255,12 @@ async fn end_phase(context: &Context, phase: &Phase, deadline: Instant) {
     for pod in &phase.pods {
         let left = deadline.saturating_duration_since(Instant::now());
         let verdict = phase.verdict(pod, left);
-        context.ledger.end(pod::uid(pod), verdict).await;
+        context.ledger.terminate(pod::uid(pod), verdict).await;
     }
     let uids: BTreeSet<&str> = phase.pods.iter().map(|p| pod::uid(p)).collect();
     let ended = async {
         while remaining(context, &uids).await.next().is_some() {
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(TERMINATION_POLL).await;
         }
     };
     if tokio::time::timeout_at(deadline, ended).await.is_err() {
@@ -272,10 +273,10 @@ async fn end_phase(context: &Context, phase: &Phase, deadline: Instant) {
 }
 
 /// Waits until the API has the terminal statuses of a phase's pods.
-async fn flush(context: &Context, phase: &Phase, until: Instant) {
+async fn wait_for_statuses(context: &Context, phase: &Phase, until: Instant) {
     let uids: BTreeSet<&str> = phase.pods.iter().map(|p| pod::uid(p)).collect();
     let mut roster = context.roster.subscribe();
-    let written = roster.wait_for(|known| uids.iter().all(|uid| is_written(known, uid)));
+    let written = roster.wait_for(|known| uids.iter().all(|uid| has_terminal_status(known, uid)));
     if tokio::time::timeout_at(until, written).await.is_err() {
         tracing::warn!(
             priority = phase.priority,
@@ -291,7 +292,7 @@ async fn remaining(context: &Context, uids: &BTreeSet<&str>) -> impl Iterator<It
 }
 
 /// Whether the API has the pod's terminal status, or has no object for it.
-fn is_written(known: &KnownPods, uid: &str) -> bool {
+fn has_terminal_status(known: &KnownPods, uid: &str) -> bool {
     let Some(known) = known.iter().find(|k| pod::uid(&k.pod) == uid) else {
         return true;
     };
@@ -304,7 +305,7 @@ fn is_written(known: &KnownPods, uid: &str) -> bool {
 }
 
 /// Waits until the Node reports the shutdown, so that no more pods are scheduled here.
-async fn report(context: &Context) {
+async fn wait_until_reported(context: &Context) {
     if context.node.api().is_none() {
         return;
     }
@@ -317,16 +318,16 @@ async fn report(context: &Context) {
         conditions.any(|c| c.type_ == "Ready" && c.message.as_deref() == Some(shutdown::NOT_READY))
     };
     let mut seen = context.node.subscribe();
-    if tokio::time::timeout(REPORT, seen.wait_for(says))
+    if tokio::time::timeout(NOT_READY_TIMEOUT, seen.wait_for(says))
         .await
         .is_err()
     {
-        tracing::warn!(waited = ?REPORT, "the Node object does not report the shutdown yet; stopping the pods nevertheless");
+        tracing::warn!(waited = ?NOT_READY_TIMEOUT, "the Node object does not report the shutdown yet; stopping the pods nevertheless");
     }
 }
 
 fn last_times(root: &Path) -> Result<Times, String> {
-    let text = file::read_text_if_there(&root.join(STATE_FILE), LIMIT);
+    let text = file::read_text_if_there(&root.join(STATE_FILE), MAX_STATE_SIZE);
     match text.map_err(|e| e.to_string())? {
         Some(text) => Times::parse(&text),
         None => Ok(Times::default()),
@@ -334,7 +335,7 @@ fn last_times(root: &Path) -> Result<Times, String> {
 }
 
 /// Stores the start and end of the shutdown, for metrics after the next start.
-async fn note(context: &Context, times: Times) {
+async fn save_times(context: &Context, times: Times) {
     context.metrics.shut_down(times);
     let path = context.config.root_dir.join(STATE_FILE);
     let write = move || file::replace(&path, times.checkpoint().as_bytes());

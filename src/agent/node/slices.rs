@@ -17,14 +17,14 @@ use crate::kubeapi::pods::ApiFailure;
 /// How long a driver may be unreachable, as in the kubelet: an upgrade of the driver may take as long.
 const GRACE: Duration = Duration::from_secs(30);
 /// Interval between checks of the drivers' sockets: a driver that is killed leaves its sockets behind.
-const LOOK: Duration = Duration::from_secs(10);
+const PROBE_INTERVAL: Duration = Duration::from_secs(10);
 /// Back-off after a failed deletion.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(300));
 /// Timeout of a request.
-const REQUEST: Duration = Duration::from_secs(30);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A scheduled deletion.
-struct Due {
+struct Deletion {
     at: Instant,
     retry: Doubling,
 }
@@ -32,18 +32,20 @@ struct Due {
 /// Scheduled deletions by driver; `None` stands for the slices of all drivers.
 #[derive(Default)]
 struct Deletions {
-    due: BTreeMap<Option<String>, Due>,
+    due: BTreeMap<Option<String>, Deletion>,
     /// Drivers whose slices were deleted since they were last reachable.
     done: BTreeSet<String>,
 }
 
 impl Deletions {
     fn add(&mut self, driver: Option<String>, at: Instant) {
-        self.due.entry(driver).or_insert(Due { at, retry: RETRY });
+        self.due
+            .entry(driver)
+            .or_insert(Deletion { at, retry: RETRY });
     }
 
     /// Records whether a driver is reachable.
-    fn see(&mut self, driver: &str, usable: bool, now: Instant) {
+    fn record_reachability(&mut self, driver: &str, usable: bool, now: Instant) {
         if usable {
             self.done.remove(driver);
             self.due.remove(&Some(driver.to_owned()));
@@ -53,11 +55,11 @@ impl Deletions {
     }
 
     /// Executes the deletions that are due.
-    async fn carry_out(&mut self, api: &dyn NodeApi, node: &str) {
+    async fn execute_due(&mut self, api: &dyn NodeApi, node: &str) {
         let now = Instant::now();
         let mut done = vec![];
         for (driver, due) in self.due.iter_mut().filter(|(_, due)| due.at <= now) {
-            let deleted = within(REQUEST, api.delete_slices(node, driver.as_deref())).await;
+            let deleted = within(REQUEST_TIMEOUT, api.delete_slices(node, driver.as_deref())).await;
             match deleted {
                 Ok(()) => {
                     tracing::debug!(?driver, "deleted ResourceSlices of this node");
@@ -88,7 +90,7 @@ pub async fn run(context: Arc<Context>) {
     let Some(api) = context.node.api() else {
         return std::future::pending().await;
     };
-    let _node = context.node.present().await;
+    let _node = context.node.wait_until_present().await;
     let mut registered = context.claims.registered();
     let mut known = BTreeSet::new();
     let mut deletions = Deletions::default();
@@ -97,15 +99,15 @@ pub async fn run(context: Arc<Context>) {
         known.extend(registered.borrow_and_update().iter().cloned());
         for driver in &known {
             let usable = context.claims.is_usable(driver).await;
-            deletions.see(driver, usable, Instant::now());
+            deletions.record_reachability(driver, usable, Instant::now());
         }
         let node = &context.config.node_name;
-        deletions.carry_out(&*api, node).await;
+        deletions.execute_due(&*api, node).await;
         known.retain(|driver| {
             !deletions.done.contains(driver) || registered.borrow().contains(driver)
         });
-        let look = (!known.is_empty()).then_some(LOOK);
-        let wait = [look, deletions.next()].into_iter().flatten().min();
+        let probe_in = (!known.is_empty()).then_some(PROBE_INTERVAL);
+        let wait = [probe_in, deletions.next()].into_iter().flatten().min();
         tokio::select! {
             biased;
             Ok(()) = registered.changed() => {}
@@ -124,25 +126,25 @@ mod tests {
         let begin = Instant::now();
         let after = |seconds| begin + Duration::from_secs(seconds);
         let due = |deletions: &Deletions| deletions.due.values().map(|due| due.at).min();
-        deletions.see("d", true, begin);
+        deletions.record_reachability("d", true, begin);
         assert_eq!(due(&deletions), None);
-        deletions.see("d", false, after(1));
-        deletions.see("d", false, after(11));
+        deletions.record_reachability("d", false, after(1));
+        deletions.record_reachability("d", false, after(11));
         assert_eq!(
             due(&deletions),
             Some(after(31)),
             "from when the driver disconnected"
         );
-        deletions.see("d", true, after(21));
+        deletions.record_reachability("d", true, after(21));
         assert_eq!(due(&deletions), None, "an upgrade");
 
-        deletions.see("d", false, after(40));
+        deletions.record_reachability("d", false, after(40));
         deletions.due.clear();
         deletions.done.insert("d".into());
-        deletions.see("d", false, after(50));
+        deletions.record_reachability("d", false, after(50));
         assert_eq!(due(&deletions), None, "the slices are already deleted");
-        deletions.see("d", true, after(60));
-        deletions.see("d", false, after(70));
+        deletions.record_reachability("d", true, after(60));
+        deletions.record_reachability("d", false, after(70));
         assert_eq!(
             due(&deletions),
             Some(after(100)),

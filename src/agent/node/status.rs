@@ -38,11 +38,11 @@ const DECLARED: &[&str] = &[
     "RestartAllContainersOnContainerExits",
 ];
 /// How long the first status waits for the runtime's first status and its images.
-const FIRST: Duration = Duration::from_secs(1);
+const FIRST_STATUS_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long the first status waits until the agent's HTTP API is served or has failed.
-const TRIED: Duration = Duration::from_secs(2);
+const SERVING_TIMEOUT: Duration = Duration::from_secs(2);
 /// First back-off after a failed round; it doubles up to the interval between rounds.
-const PAUSE: Duration = Duration::from_millis(200);
+const RETRY_PAUSE: Duration = Duration::from_millis(200);
 
 /// The variable inputs of a status.
 #[derive(Debug)]
@@ -164,7 +164,7 @@ fn compute(context: &Context, inputs: &Inputs, old: &NodeStatus, extended: Exten
 }
 
 /// Whether the Node's status is from another agent, whose devices this agent does not have.
-fn was_another_agents(status: &NodeStatus) -> bool {
+fn is_from_another_agent(status: &NodeStatus) -> bool {
     let version = status
         .node_info
         .as_ref()
@@ -203,7 +203,7 @@ impl Rounds<'_> {
             );
             context
                 .node
-                .see(within(limit, self.api.patch(name, &patch)).await?);
+                .observe(within(limit, self.api.patch(name, &patch)).await?);
         }
         let old = node.status.clone().unwrap_or_default();
         let new = compute(context, &self.inputs, &old, self.extended);
@@ -223,7 +223,7 @@ impl Rounds<'_> {
             }
         };
         let written = within(limit, self.api.patch_status(name, &patch)).await?;
-        context.node.see(written);
+        context.node.observe(written);
         set_reported(context, in_use);
         self.reported = Some(Instant::now());
         self.reports += 1;
@@ -240,7 +240,7 @@ impl Rounds<'_> {
 }
 
 /// Emits events about the start of the agent, and about a reboot since the Node's last status.
-fn emit_start(context: &Context, before: &NodeStatus) {
+fn emit_start_events(context: &Context, before: &NodeStatus) {
     let name = &context.config.node_name;
     context
         .events
@@ -257,7 +257,7 @@ fn emit_start(context: &Context, before: &NodeStatus) {
 
 /// Waits until the Node object has been missing for a minute, and no pod without an API object is left. Before
 /// that the scheduler must not send pods here: the missing pods may run elsewhere already.
-async fn missing(context: &Context, roster: &mut watch::Receiver<Roster>) {
+async fn wait_until_missing(context: &Context, roster: &mut watch::Receiver<Roster>) {
     if !context.config.register_node {
         return std::future::pending().await;
     }
@@ -278,7 +278,7 @@ async fn missing(context: &Context, roster: &mut watch::Receiver<Roster>) {
 /// Registers the node and keeps its status up to date. A round runs every `nodeStatusUpdateFrequency`, and whenever one
 /// of these changes: the runtime's state, the machine's addresses, pressures, devices, whether the agent's HTTP API is
 /// served, shutdown, or a volume's use.
-pub(super) async fn keep(
+pub(super) async fn run(
     context: &Context,
     mut inputs: Inputs,
     mut roster: watch::Receiver<Roster>,
@@ -288,20 +288,20 @@ pub(super) async fn keep(
     };
     // Otherwise an incomplete first status would be followed by a second one immediately.
     let known = async {
-        let _ = inputs.view.wait_for(|view| view.asked).await;
+        let _ = inputs.view.wait_for(|view| view.polled).await;
         let _ = inputs.images.wait_for(Option::is_some).await;
     };
     // A node is not ready before its API is served, which takes a moment.
-    let tried = tokio::time::timeout(TRIED, context.unserved.is_tried());
-    let _ = tokio::join!(tokio::time::timeout(FIRST, known), tried);
+    let tried = tokio::time::timeout(SERVING_TIMEOUT, context.unserved.wait_until_tried());
+    let _ = tokio::join!(tokio::time::timeout(FIRST_STATUS_TIMEOUT, known), tried);
     let first = || compute(context, &inputs, &NodeStatus::default(), Extended::Kept);
     let node = registration::register(context, &*api, first).await;
     let before = node.status.clone().unwrap_or_default();
-    emit_start(context, &before);
-    let another = was_another_agents(&before);
-    context.node.see(node);
+    emit_start_events(context, &before);
+    let another = is_from_another_agent(&before);
+    context.node.observe(node);
     // A node that was ready must not become unready only because its CSINode is not written yet.
-    let _ = tokio::time::timeout(FIRST, context.csi.is_ready()).await;
+    let _ = tokio::time::timeout(FIRST_STATUS_TIMEOUT, context.csi.wait_until_ready()).await;
     let (mut view, mut ips) = (inputs.view.clone(), context.node_ips.subscribe());
     let mut pressures = context.pressures.subscribe();
     let mut shutting_down = context.shutting_down.subscribe();
@@ -320,16 +320,16 @@ pub(super) async fn keep(
         },
     };
     let update = context.config.node_status_update;
-    let mut pauses = Doubling::new(PAUSE, update);
+    let mut pauses = Doubling::new(RETRY_PAUSE, update);
     loop {
         let node = tokio::select! {
             biased;
-            node = context.node.present() => node,
-            () = missing(context, &mut roster) => {
+            node = context.node.wait_until_present() => node,
+            () = wait_until_missing(context, &mut roster) => {
                 let (inputs, extended) = (&rounds.inputs, Extended::Kept);
                 let status = || compute(context, inputs, &NodeStatus::default(), extended);
                 let node = registration::register(context, &*api, status).await;
-                context.node.see(node);
+                context.node.observe(node);
                 continue;
             }
         };
@@ -346,7 +346,7 @@ pub(super) async fn keep(
                 update
             }
             Err(ApiFailure::NotFound(_)) => {
-                context.node.lose();
+                context.node.mark_absent();
                 continue;
             }
             Err(error) => {
@@ -400,8 +400,8 @@ mod tests {
             let info = json!({"nodeInfo": {"architecture": "", "bootID": "", "containerRuntimeVersion": "", "kernelVersion": "", "kubeProxyVersion": "",
                 "kubeletVersion": version, "machineID": "", "operatingSystem": "", "osImage": "", "systemUUID": ""}});
             let status: NodeStatus = serde_json::from_value(info).expect("a status");
-            assert_eq!(was_another_agents(&status), expected, "{version}");
+            assert_eq!(is_from_another_agent(&status), expected, "{version}");
         }
-        assert!(!was_another_agents(&NodeStatus::default()));
+        assert!(!is_from_another_agent(&NodeStatus::default()));
     }
 }

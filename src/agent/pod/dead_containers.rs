@@ -22,7 +22,7 @@ pub async fn run(context: Arc<Context>) {
     let mut failing = false;
     loop {
         tokio::time::sleep(PERIOD).await;
-        match collect(&context, false).await {
+        match find_and_remove(&context, false).await {
             Ok((_, failures)) if failures.is_empty() => failing = false,
             result => {
                 let all = |(_, failures): (usize, Failures)| {
@@ -42,7 +42,7 @@ pub async fn run(context: Arc<Context>) {
 }
 
 /// Decides about each exited container. `short` is whether the node is short of disk.
-pub async fn look(context: &Context, short: bool) -> Result<Vec<ContainerFate>, String> {
+pub async fn find(context: &Context, short: bool) -> Result<Vec<ContainerFate>, String> {
     let dead = context.runtime.dead_containers().await;
     let dead = dead.map_err(|e| format!("containers cannot be listed: {e}"))?;
     let known: HashMap<String, bool> = context
@@ -51,7 +51,7 @@ pub async fn look(context: &Context, short: bool) -> Result<Vec<ContainerFate>, 
         .iter()
         .map(|known| {
             let uid = pod::uid(&known.pod).to_owned();
-            (uid, pod::is_terminal(known.told()))
+            (uid, pod::is_terminal(known.status_object()))
         })
         .collect();
     let standing = |uid: &str| match known.get(uid) {
@@ -110,7 +110,7 @@ pub async fn remove(context: &Context, fates: &[ContainerFate]) -> (usize, Failu
 }
 
 /// Decides and removes. Returns the same as [`remove`].
-pub async fn collect(context: &Context, short: bool) -> Result<(usize, Failures), String> {
-    let fates = look(context, short).await?;
+pub async fn find_and_remove(context: &Context, short: bool) -> Result<(usize, Failures), String> {
+    let fates = find(context, short).await?;
     Ok(remove(context, &fates).await)
 }

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use tracing::Instrument as _;
 
 use super::inbox::Inbox;
-use super::relist::{Hint, Seen};
+use super::relist::{Hint, ObservedFingerprints};
 use super::sources::Statics;
 use super::worker;
 use crate::agent::{Context, Known};
@@ -28,7 +28,7 @@ use crate::kubeapi::cache::Changes;
 use crate::sealed::Keeper;
 
 /// Maximum time between heartbeats of an idle dispatcher.
-const TURN: Duration = Duration::from_secs(60);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(60);
 
 struct Worker {
     inbox: Inbox,
@@ -36,7 +36,7 @@ struct Worker {
     full_name: String,
     /// Blocks static pods of the same name until this worker returns: the pod
     /// is static itself, or only the runtime knows it.
-    holds_name: bool,
+    blocks_name: bool,
 }
 
 /// The pods that the dispatcher knows, for tasks that clean up after pods; by full name.
@@ -132,7 +132,7 @@ struct Dispatcher {
     workers: BTreeMap<String, Worker>,
     /// The worker uids of each full name.
     names: BTreeMap<String, BTreeSet<String>>,
-    seen: Seen,
+    seen: ObservedFingerprints,
     finished: mpsc::Sender<String>,
     roster: watch::Sender<Roster>,
     network: Network,
@@ -150,7 +150,7 @@ struct Dispatcher {
 pub async fn run(
     context: Arc<Context>,
     mut inputs: Inputs,
-    seen: Seen,
+    seen: ObservedFingerprints,
     roster: watch::Sender<Roster>,
 ) {
     let (started, offline) = (Instant::now(), context.config.offline_start);
@@ -172,21 +172,21 @@ pub async fn run(
         appearances: BTreeMap::new(),
     };
     let mut api = inputs.api.map(|cache| (cache.read_changes(), cache));
-    let (sealed_pods, mut sealed) = watch::channel(None);
+    let (stored_sender, mut stored) = watch::channel(None);
     if let (Some((_, cache)), Some(keeper)) = (&api, inputs.keeper.clone()) {
-        tokio::spawn(use_sealed(
+        tokio::spawn(use_stored_pods(
             Arc::clone(&dispatcher.context),
             cache.clone(),
             keeper,
             offline,
             started,
-            sealed_pods,
+            stored_sender,
         ));
     }
     // Static pods that were read before this point count as a change.
     inputs.statics.mark_changed();
     loop {
-        dispatcher.context.pulse.turns();
+        dispatcher.context.heartbeats.dispatcher_turned();
         let api_changed = async {
             match &mut api {
                 Some((reader, _)) => reader.next().await,
@@ -197,33 +197,33 @@ pub async fn run(
             // The order is fixed, so that a simulated run replays exactly.
             biased;
             // All branches are cancel-safe: receivers and watches keep values that were not taken.
-            Some(uid) = endings.recv() => dispatcher.ended(&uid),
-            Some(hint) = inputs.hints.recv() => dispatcher.hand_on(hint),
+            Some(uid) = endings.recv() => dispatcher.worker_finished(&uid),
+            Some(hint) = inputs.hints.recv() => dispatcher.forward(hint),
             Ok(()) = networks.changed() => {
                 let network = networks.borrow_and_update().clone();
-                dispatcher.network_is(network);
+                dispatcher.set_network(network);
             }
             Ok(()) = inputs.clearing.changed() => {
                 let names = std::mem::take(&mut dispatcher.uncleared);
                 dispatcher.update(names);
             }
-            Ok(()) = sealed.changed() => {
-                let pods = sealed.borrow_and_update().clone().unwrap_or_default();
-                dispatcher.sealed_are(pods);
+            Ok(()) = stored.changed() => {
+                let pods = stored.borrow_and_update().clone().unwrap_or_default();
+                dispatcher.set_stored(pods);
             }
             changes = api_changed => dispatcher.objects_changed(changes),
             Ok(()) = inputs.statics.changed() => {
                 let statics = inputs.statics.borrow_and_update().clone();
-                dispatcher.statics_are(&statics);
+                dispatcher.set_statics(&statics);
             }
-            () = tokio::time::sleep(TURN) => {}
+            () = tokio::time::sleep(HEARTBEAT_INTERVAL) => {}
         }
     }
 }
 
 /// Handles a start without an apiserver: static pods start with stored objects. If the configuration allows it, the
 /// pods that were bound here earlier continue. Nothing is removed.
-async fn use_sealed(
+async fn use_stored_pods(
     context: Arc<Context>,
     api: Cache<Pod>,
     keeper: Keeper,
@@ -255,7 +255,7 @@ async fn use_sealed(
 }
 
 impl Dispatcher {
-    fn hand_on(&mut self, hint: Hint) {
+    fn forward(&mut self, hint: Hint) {
         match hint {
             Hint::Pod(uid) => {
                 if let Some(worker) = self.workers.get(&uid) {
@@ -272,7 +272,7 @@ impl Dispatcher {
                     worker.inbox.send(Input::Devices(BTreeMap::new()));
                 }
             }
-            Hint::StartAnew(uid) => self.start_again(&uid),
+            Hint::Restart(uid) => self.restart(&uid),
             Hint::RuntimeBack => {
                 for worker in self.workers.values() {
                     worker.inbox.send(Input::RuntimeBack);
@@ -283,7 +283,7 @@ impl Dispatcher {
         }
     }
 
-    fn network_is(&mut self, network: Network) {
+    fn set_network(&mut self, network: Network) {
         if self.network != network {
             self.network = network;
             for worker in self.workers.values() {
@@ -292,7 +292,7 @@ impl Dispatcher {
         }
     }
 
-    fn ended(&mut self, uid: &str) {
+    fn worker_finished(&mut self, uid: &str) {
         self.seen.forget(uid);
         let Some(worker) = self.workers.remove(uid) else {
             return;
@@ -323,7 +323,7 @@ impl Dispatcher {
         for ((namespace, name), change) in changes {
             let full_name = pod::full_name_of(&namespace, &name);
             if let Some(last) = change.deleted {
-                self.take_last(last);
+                self.apply_last_state(last);
             }
             self.desired.set_object(&full_name, change.now);
             names.insert(full_name);
@@ -334,7 +334,7 @@ impl Dispatcher {
     /// Applies the last state of a pod that was deleted or replaced, for its grace period. No other update may contain
     /// it, as the apiserver sets the grace period of a forced deletion just before it deletes the object. A pod that is
     /// missing in a list has its last known state (upstream's `calculateEffectiveGracePeriod`).
-    fn take_last(&mut self, last: Arc<Pod>) {
+    fn apply_last_state(&mut self, last: Arc<Pod>) {
         let Some(worker) = self.workers.get_mut(pod::uid(&last)) else {
             return;
         };
@@ -349,7 +349,7 @@ impl Dispatcher {
         }
     }
 
-    fn sealed_are(&mut self, pods: Vec<Arc<Pod>>) {
+    fn set_stored(&mut self, pods: Vec<Arc<Pod>>) {
         if !self.has_api {
             let names = self.desired.replace_objects(pods);
             self.update(names);
@@ -357,7 +357,7 @@ impl Dispatcher {
     }
 
     /// Stops a static pod and starts it again afterwards, as its source still contains it.
-    fn start_again(&mut self, uid: &str) {
+    fn restart(&mut self, uid: &str) {
         let Some(worker) = self.workers.get_mut(uid) else {
             return;
         };
@@ -368,13 +368,13 @@ impl Dispatcher {
         }
     }
 
-    fn statics_are(&mut self, statics: &Statics) {
+    fn set_statics(&mut self, statics: &Statics) {
         let pods = statics.pods();
         let appearances = statics.appearances().clone();
         let before = std::mem::replace(&mut self.appearances, appearances);
         for (uid, at) in statics.appearances() {
             if before.get(uid).is_some_and(|before| before != at) {
-                self.start_again(uid);
+                self.restart(uid);
             }
         }
         let is_first = pods.is_some() && !self.has_statics;
@@ -413,7 +413,7 @@ impl Dispatcher {
         self.publish_roster(&names);
         wanted.sort_by_cached_key(Update::admission_order);
         for update in wanted {
-            self.want(update);
+            self.apply(update);
         }
     }
 
@@ -442,13 +442,13 @@ impl Dispatcher {
                 worker.update.removed = true;
                 // The scheduler has already reassigned the pod's requests; the
                 // pods that follow are admitted after this release.
-                self.context.ledger.uncount(uid, false);
+                self.context.ledger.release_requests(uid, false);
                 worker.inbox.send(Input::Update(worker.update.clone()));
             }
         }
     }
 
-    fn want(&mut self, update: Update) {
+    fn apply(&mut self, update: Update) {
         let uid = pod::uid(&update.pod).to_owned();
         if let Some(worker) = self.workers.get_mut(&uid) {
             // A pod that left its source is not revived with the same uid before it has terminated.
@@ -456,7 +456,7 @@ impl Dispatcher {
                 worker.update = update.clone();
                 worker.inbox.send(Input::Update(update));
             } else if worker.update.removed && pod::is_static(&update.pod) {
-                self.start_again(&uid);
+                self.restart(&uid);
             }
             return;
         }
@@ -464,7 +464,7 @@ impl Dispatcher {
         // predecessor may hang, and was force-deleted so that this one can replace it.
         let full_name = pod::full_name(&update.pod);
         if pod::is_static(&update.pod) {
-            if self.is_held(&full_name) {
+            if self.is_name_blocked(&full_name) {
                 return;
             }
             if self.clearing.borrow().contains(&uid) {
@@ -476,9 +476,9 @@ impl Dispatcher {
     }
 
     /// Whether static pods of this name have to wait.
-    fn is_held(&self, full_name: &str) -> bool {
+    fn is_name_blocked(&self, full_name: &str) -> bool {
         let mut uids = self.names.get(full_name).into_iter().flatten();
-        uids.any(|uid| self.workers.get(uid).is_some_and(|w| w.holds_name))
+        uids.any(|uid| self.workers.get(uid).is_some_and(|w| w.blocks_name))
     }
 
     fn start(&mut self, uid: String, full_name: String, update: Update) {
@@ -511,7 +511,7 @@ impl Dispatcher {
         uids.insert(uid.clone());
         let worker = Worker {
             inbox,
-            holds_name: pod::is_static(&update.pod) || update.object.is_none(),
+            blocks_name: pod::is_static(&update.pod) || update.object.is_none(),
             update,
             full_name,
         };
@@ -562,8 +562,9 @@ impl Dispatcher {
                 leaving.retain(|uid| !self.desired.uids(name).any(|wanted| wanted == uid));
                 changed |= roster.set_leaving(name, leaving);
                 uids.extend(self.desired.uids(name).map(str::to_owned));
-                let held = !complete || self.is_held(name) || self.desired.has_static(name);
-                let orphan = self.desired.mirror(name).filter(|_| !held);
+                let is_blocked =
+                    !complete || self.is_name_blocked(name) || self.desired.has_static(name);
+                let orphan = self.desired.mirror(name).filter(|_| !is_blocked);
                 changed |= roster.set(name, uids, orphan);
             }
             changed

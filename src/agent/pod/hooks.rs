@@ -27,9 +27,9 @@ pub async fn run(
 ) -> Result<(), String> {
     match probe::hook(handler, container, ip)? {
         Hook::Sleep(time) => {
-            let cut = Cut(context);
+            let guard = InterruptedSleep(context);
             tokio::time::sleep(time).await;
-            std::mem::forget(cut);
+            std::mem::forget(guard);
             Ok(())
         }
         Hook::Exec(command) => match exec(context, id, &command).await {
@@ -54,7 +54,7 @@ pub async fn run(
                     "request to HTTPS lifecycle hook {} got HTTP response, retry with HTTP succeeded",
                     request.host
                 );
-                plain(context, &request).await?;
+                retry_plain_http(context, &request).await?;
                 context.metrics.hook_in_plain_http();
                 context
                     .events
@@ -88,16 +88,16 @@ async fn exec(context: &Context, id: &str, command: &[String]) -> Result<Exec, R
 }
 
 /// Counts a `sleep` hook that is dropped before it completes.
-struct Cut<'a>(&'a Context);
+struct InterruptedSleep<'a>(&'a Context);
 
-impl Drop for Cut<'_> {
+impl Drop for InterruptedSleep<'_> {
     fn drop(&mut self) {
-        self.0.metrics.sleep_cut();
+        self.0.metrics.sleep_hook_interrupted();
     }
 }
 
 /// Repeats a request over plain HTTP, without the headers that only TLS may carry.
-async fn plain(context: &Context, request: &Http) -> Result<(), String> {
+async fn retry_plain_http(context: &Context, request: &Http) -> Result<(), String> {
     let mut request = Http {
         tls: false,
         ..request.clone()

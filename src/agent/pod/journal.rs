@@ -26,10 +26,10 @@ use crate::core::repeated::RepeatedFailures;
 use crate::sys::clock::Clock;
 
 /// Limit for journals of deleted pods.
-const GONE: usize = 64;
+const MAX_DELETED: usize = 64;
 /// How many of these stay uncompressed. Compressing costs more than the rest of a pod's cleanup, and
 /// saves little on a node where few pods are deleted.
-const FRESH: usize = 16;
+const MAX_UNCOMPRESSED: usize = 16;
 
 /// A worker's record, in the form in which it is stored.
 #[derive(Default)]
@@ -41,7 +41,7 @@ enum Recorded {
     Growing(Box<Record>),
     /// The pod was deleted; its record is one JSON text. Thousands of small allocations would fragment the heap.
     Written(Vec<u8>),
-    /// The pod was deleted before the last [`FRESH`] ones: the JSON text compressed to a tenth.
+    /// The pod was deleted before the last [`MAX_UNCOMPRESSED`] ones: the JSON text compressed to a tenth.
     Packed(Vec<u8>),
 }
 
@@ -96,14 +96,14 @@ pub struct Log {
 }
 
 /// Marks a step as dropped if its future is dropped before it completes.
-struct Open<'a> {
+struct StepGuard<'a> {
     log: &'a Log,
     step: Step,
     subject: &'a str,
     closed: bool,
 }
 
-impl Drop for Open<'_> {
+impl Drop for StepGuard<'_> {
     fn drop(&mut self) {
         if !self.closed {
             self.log.end(self.step, self.subject, Progress::Dropped);
@@ -130,7 +130,7 @@ impl Log {
         work: impl Future<Output = Result<T, E>>,
     ) -> Result<T, E> {
         self.begin(step, subject);
-        let mut open = Open {
+        let mut open = StepGuard {
             log: self,
             step,
             subject,
@@ -231,12 +231,12 @@ impl Log {
     }
 
     /// Sets the time of the next retry.
-    pub fn again(&self, next: Timestamp) {
+    pub fn set_retry(&self, next: Timestamp) {
         self.journal().set_next_of_failed(next);
     }
 
     /// Sets what the pod waits for while no step is running or failing.
-    pub fn waits(&self, waiting: Option<String>) {
+    pub fn set_waiting(&self, waiting: Option<String>) {
         self.journal().waiting = waiting;
     }
 
@@ -284,7 +284,7 @@ struct PodLog {
     namespace: String,
     name: String,
     /// Sequence number: how many journals had been opened when this one was.
-    place: u64,
+    sequence: u64,
     log: Log,
 }
 
@@ -292,7 +292,7 @@ struct PodLog {
 struct PodLogs {
     pods: BTreeMap<String, PodLog>,
     /// Uids of deleted pods, oldest first.
-    gone: VecDeque<String>,
+    deleted: VecDeque<String>,
     opened: u64,
 }
 
@@ -301,7 +301,7 @@ impl PodLogs {
     fn of(&self, namespace: &str, name: &str) -> Vec<(&String, &PodLog)> {
         let named = |(_, log): &(&String, &PodLog)| log.namespace == namespace && log.name == name;
         let mut logs: Vec<_> = self.pods.iter().filter(named).collect();
-        logs.sort_by_key(|(uid, log)| (self.gone.contains(uid), Reverse(log.place)));
+        logs.sort_by_key(|(uid, log)| (self.deleted.contains(uid), Reverse(log.sequence)));
         logs
     }
 }
@@ -318,13 +318,13 @@ impl Journals {
     /// Returns the journal of a pod, and creates it if needed.
     pub fn open(&self, pod: &Pod, clock: Clock, metrics: &Arc<Metrics>) -> Log {
         let mut all = self.lock();
-        all.gone.retain(|uid| uid != pod::uid(pod));
+        all.deleted.retain(|uid| uid != pod::uid(pod));
         all.opened += 1;
-        let place = all.opened;
+        let sequence = all.opened;
         let fresh = || PodLog {
             namespace: pod.namespace().unwrap_or_default(),
             name: pod.name_any(),
-            place,
+            sequence,
             log: Log {
                 journal: Arc::default(),
                 record: Arc::default(),
@@ -341,24 +341,24 @@ impl Journals {
             .clone()
     }
 
-    /// Marks a pod as deleted. Its journal is kept until [`GONE`] other pods were deleted.
-    pub fn gone(&self, uid: &str) {
+    /// Marks a pod as deleted. Its journal is kept until [`MAX_DELETED`] other pods were deleted.
+    pub fn mark_deleted(&self, uid: &str) {
         let log = self.lock().pods.get(uid).map(|kept| kept.log.clone());
         if let Some(log) = log {
             *log.status() = None;
             log.recorded().finish();
         }
         let mut all = self.lock();
-        all.gone.push_back(uid.to_owned());
-        let aged = all.gone.len().checked_sub(FRESH + 1);
-        let aged = aged.and_then(|at| all.pods.get(&all.gone[at]));
+        all.deleted.push_back(uid.to_owned());
+        let aged = all.deleted.len().checked_sub(MAX_UNCOMPRESSED + 1);
+        let aged = aged.and_then(|at| all.pods.get(&all.deleted[at]));
         if let Some(log) = aged.map(|kept| kept.log.clone()) {
             drop(all);
             log.recorded().pack();
             all = self.lock();
         }
-        while all.gone.len() > GONE {
-            if let Some(oldest) = all.gone.pop_front() {
+        while all.deleted.len() > MAX_DELETED {
+            if let Some(oldest) = all.deleted.pop_front() {
                 all.pods.remove(&oldest);
             }
         }
@@ -419,11 +419,11 @@ mod tests {
         let record = Record::new(rules, vec!["192.0.2.1".into()], &worker);
         log.start_record(record.clone());
         assert_eq!(journals.record("n", "p"), Some(record.clone()));
-        journals.gone("u");
+        journals.mark_deleted("u");
         assert!(matches!(&*log.recorded(), Recorded::Written(_)));
         assert_eq!(journals.record("n", "p"), Some(record.clone()));
-        for other in 0..FRESH {
-            journals.gone(&other.to_string());
+        for other in 0..MAX_UNCOMPRESSED {
+            journals.mark_deleted(&other.to_string());
         }
         assert!(matches!(&*log.recorded(), Recorded::Packed(bytes) if bytes.len() < 2_000));
         assert_eq!(journals.record("n", "p"), Some(record.clone()));

@@ -17,7 +17,7 @@ use crate::kubeapi::pods::ApiFailure;
 const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(10));
 
 /// Builds the mirror of a static pod.
-fn of(pod: &Pod, node: &Node) -> Pod {
+fn mirror_of(pod: &Pod, node: &Node) -> Pod {
     let mut mirror = pod.clone();
     let hash = pod
         .annotations()
@@ -90,7 +90,7 @@ async fn replace(context: &Context, update: &Update, node: &Node) -> Result<(), 
         }
         delete(context, mirror).await?;
     }
-    match context.api.create(&of(&update.pod, node)).await {
+    match context.api.create(&mirror_of(&update.pod, node)).await {
         Ok(_) | Err(ApiFailure::AlreadyExists(_)) => Ok(()),
         Err(error) => Err(error),
     }
@@ -123,7 +123,7 @@ mod tests {
         let pod: Pod = serde_json::from_value(pod).expect("a pod");
         let node: Node = serde_json::from_value(json!({"metadata": {"name": "n1", "uid": "u"}}))
             .expect("a node");
-        let mirror = of(&pod, &node);
+        let mirror = mirror_of(&pod, &node);
         let mut expected = own;
         expected["kubernetes.io/config.mirror"] = "h".into();
         assert_eq!(json!(mirror.annotations()), expected);

@@ -2,13 +2,13 @@
 
 pub mod dead_containers;
 pub mod dispatch;
+pub mod heartbeats;
 pub mod hooks;
 pub mod inbox;
 pub mod journal;
 pub mod mirror;
 pub mod orphans;
 pub mod probing;
-pub mod pulse;
 pub mod relist;
 pub mod sources;
 pub mod starts;

@@ -26,7 +26,7 @@ use crate::cri::RuntimeError;
 const ORPHAN_SWEEP_INTERVAL: Duration = Duration::from_secs(60);
 /// Interval between warnings about a removal that is still running. The removal is not cancelled: if it continued
 /// unobserved, it could delete the directories of a static pod that is recreated with the same uid.
-const SLOW_REMOVAL: Duration = Duration::from_secs(150);
+const SLOW_REMOVAL_WARNING: Duration = Duration::from_secs(150);
 /// Timeout for deleting one mirror pod.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Back-off after a failed removal or deletion.
@@ -35,7 +35,7 @@ const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_sec
 /// The state of removals: those in progress, and the retry times of failed ones.
 #[derive(Default)]
 struct Removals {
-    under_way: BTreeSet<String>,
+    in_progress: BTreeSet<String>,
     failed: BTreeMap<String, (Doubling, Instant)>,
 }
 
@@ -47,14 +47,14 @@ impl Removals {
         let waits = |uid: &String| self.failed.get(uid).is_some_and(|(_, at)| *at > now);
         let due = orphans
             .iter()
-            .filter(|uid| !self.under_way.contains(*uid) && !waits(uid));
+            .filter(|uid| !self.in_progress.contains(*uid) && !waits(uid));
         let due: Vec<String> = due.cloned().collect();
-        self.under_way.extend(due.iter().cloned());
+        self.in_progress.extend(due.iter().cloned());
         due
     }
 
-    fn ended(&mut self, uid: &str, has_failed: bool, now: Instant) {
-        self.under_way.remove(uid);
+    fn finish(&mut self, uid: &str, has_failed: bool, now: Instant) {
+        self.in_progress.remove(uid);
         if has_failed {
             let (pauses, at) = self.failed.entry(uid.to_owned()).or_insert((RETRY, now));
             *at = now + pauses.pause();
@@ -68,7 +68,7 @@ impl Removals {
         let waiting = self
             .failed
             .iter()
-            .filter(|(uid, _)| !self.under_way.contains(*uid));
+            .filter(|(uid, _)| !self.in_progress.contains(*uid));
         waiting.map(|(_, (_, at))| *at).min()
     }
 }
@@ -81,22 +81,22 @@ pub type Clearing = watch::Sender<BTreeSet<String>>;
 type Failures = Arc<Mutex<RepeatedFailures<String>>>;
 
 /// Marks a uid as being cleared until dropped.
-struct Cleared {
+struct ClearingGuard {
     clearing: Clearing,
     uid: String,
 }
 
-impl Cleared {
-    fn begin(clearing: &Clearing, uid: &str) -> Cleared {
+impl ClearingGuard {
+    fn begin(clearing: &Clearing, uid: &str) -> ClearingGuard {
         clearing.send_modify(|uids| _ = uids.insert(uid.to_owned()));
-        Cleared {
+        ClearingGuard {
             clearing: clearing.clone(),
             uid: uid.to_owned(),
         }
     }
 }
 
-impl Drop for Cleared {
+impl Drop for ClearingGuard {
     fn drop(&mut self) {
         self.clearing.send_modify(|uids| _ = uids.remove(&self.uid));
     }
@@ -111,9 +111,9 @@ pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>, c
     }
     // Each removal has its own task: a driver that hangs for one pod does not delay others.
     let mut tasks = JoinSet::<(String, bool)>::new();
-    let (mut removals, mut unseen) = (Removals::default(), RETRY);
+    let (mut removals, mut search_backoff) = (Removals::default(), RETRY);
     let failures = Failures::default();
-    let mut look_at = Instant::now();
+    let mut next_search = Instant::now();
     loop {
         tokio::select! {
             // The order is fixed, so that a simulated run replays exactly.
@@ -123,46 +123,46 @@ pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>, c
                 let now = Instant::now();
                 // Tasks are never aborted, and a panic terminates the process.
                 if let Ok((uid, has_failed)) = ended {
-                    removals.ended(&uid, has_failed, now);
-                    look_at = look_at.min(removals.next().unwrap_or(look_at));
+                    removals.finish(&uid, has_failed, now);
+                    next_search = next_search.min(removals.next().unwrap_or(next_search));
                 }
                 continue;
             }
-            () = tokio::time::sleep_until(look_at) => {}
+            () = tokio::time::sleep_until(next_search) => {}
         }
-        let found = find(&context, &roster).await;
+        let found = find_orphans(&context, &roster).await;
         let now = Instant::now();
         match found {
             Ok(orphans) => {
-                unseen.reset();
+                search_backoff.reset();
                 for uid in removals.begin(&orphans, now) {
-                    let cleared = Cleared::begin(&clearing, &uid);
+                    let guard = ClearingGuard::begin(&clearing, &uid);
                     // The pod may have been recreated since the search. The dispatcher publishes its
                     // pods before it reads `clearing`, and this task sets `clearing` before it reads
                     // the roster: at least one of them sees the other.
                     if roster.borrow().has(&uid) {
-                        removals.ended(&uid, false, now);
+                        removals.finish(&uid, false, now);
                     } else {
                         let failures = Arc::clone(&failures);
-                        tasks.spawn(remove(Arc::clone(&context), uid, cleared, failures));
+                        tasks.spawn(remove(Arc::clone(&context), uid, guard, failures));
                     }
                 }
                 context
                     .metrics
                     .orphans(orphans.len(), removals.failed.len());
-                look_at = now + ORPHAN_SWEEP_INTERVAL;
-                look_at = look_at.min(removals.next().unwrap_or(look_at));
+                next_search = now + ORPHAN_SWEEP_INTERVAL;
+                next_search = next_search.min(removals.next().unwrap_or(next_search));
             }
             Err(error) => {
                 tracing::debug!(%error, "cannot list the runtime's pods; the search for orphans is delayed");
-                look_at = now + unseen.pause();
+                next_search = now + search_backoff.pause();
             }
         }
     }
 }
 
 /// Returns the uids with leftovers on this node that are unknown to the dispatcher and the runtime.
-async fn find(
+async fn find_orphans(
     context: &Context,
     roster: &watch::Receiver<Roster>,
 ) -> Result<BTreeSet<String>, RuntimeError> {
@@ -174,7 +174,7 @@ async fn find(
 }
 
 /// Removes the volumes, cgroups and directories of a deleted pod.
-async fn clear(context: &Context, uid: &str) -> Result<(), VolumeError> {
+async fn remove_leftovers(context: &Context, uid: &str) -> Result<(), VolumeError> {
     let unknown = context.host.unknown_volumes(uid).await;
     let is_published = context.csi.has_volumes(uid);
     let taken = volume::tear_down(context, uid).await;
@@ -191,14 +191,14 @@ async fn clear(context: &Context, uid: &str) -> Result<(), VolumeError> {
 async fn remove(
     context: Arc<Context>,
     uid: String,
-    cleared: Cleared,
+    guard: ClearingGuard,
     failures: Failures,
 ) -> (String, bool) {
     let begun = Instant::now();
     let removed = {
-        let mut removal = std::pin::pin!(clear(&context, &uid));
+        let mut removal = std::pin::pin!(remove_leftovers(&context, &uid));
         loop {
-            match tokio::time::timeout(SLOW_REMOVAL, &mut removal).await {
+            match tokio::time::timeout(SLOW_REMOVAL_WARNING, &mut removal).await {
                 Ok(removed) => break removed,
                 Err(_) => {
                     let after = begun.elapsed();
@@ -224,13 +224,13 @@ async fn remove(
             }
         }
     }
-    drop(cleared);
+    drop(guard);
     (uid, removed.is_err())
 }
 
 /// The mirror pods that need a DELETE, by uid. Leaves out mirrors whose deletion the API has accepted and which wait
 /// for a finalizer. A mirror that a user deletes gracefully still needs the node's DELETE.
-fn undeleted(orphaned: &BTreeMap<String, Arc<Pod>>) -> BTreeMap<String, Arc<Pod>> {
+fn mirrors_to_delete(orphaned: &BTreeMap<String, Arc<Pod>>) -> BTreeMap<String, Arc<Pod>> {
     let mirrors = orphaned.values();
     mirrors
         .filter(|mirror| mirror.metadata.deletion_grace_period_seconds != Some(0))
@@ -246,7 +246,7 @@ pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<R
     // Deletions that the API has accepted, though the watch may not have reported them yet.
     let mut accepted = BTreeSet::new();
     loop {
-        let mirrors = undeleted(&roster.borrow_and_update().orphaned_mirrors);
+        let mirrors = mirrors_to_delete(&roster.borrow_and_update().orphaned_mirrors);
         accepted.retain(|uid| mirrors.contains_key(uid));
         let open = mirrors.keys().filter(|uid| !accepted.contains(*uid));
         for uid in removals.begin(&open.cloned().collect(), Instant::now()) {
@@ -265,7 +265,7 @@ pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<R
             Some(ended) = tasks.join_next() => {
                 // Tasks are never aborted, and a panic terminates the process.
                 if let Ok((uid, has_failed)) = ended {
-                    removals.ended(&uid, has_failed, Instant::now());
+                    removals.finish(&uid, has_failed, Instant::now());
                     if !has_failed {
                         accepted.insert(uid);
                     }
@@ -313,7 +313,7 @@ mod tests {
         let mut removals = Removals::default();
         assert_eq!(removals.begin(&of(&["a", "b"]), at(0)), ["a", "b"]);
         assert_eq!(removals.next(), None);
-        removals.ended("a", true, at(0));
+        removals.finish("a", true, at(0));
         assert_eq!(removals.next(), Some(at(1)));
         assert!(removals.begin(&of(&["a", "b"]), at(0)).is_empty());
         assert_eq!(
@@ -326,18 +326,18 @@ mod tests {
             None,
             "a removal in progress needs no retry"
         );
-        removals.ended("c", false, at(1));
-        removals.ended("a", true, at(1));
+        removals.finish("c", false, at(1));
+        removals.finish("a", true, at(1));
         assert_eq!(removals.next(), Some(at(3)));
         assert_eq!(removals.begin(&of(&["a", "b"]), at(3)), ["a"]);
-        removals.ended("a", false, at(3));
-        removals.ended("b", true, at(150));
+        removals.finish("a", false, at(3));
+        removals.finish("b", true, at(150));
         assert_eq!(removals.next(), Some(at(151)));
         // Another client has removed the orphan.
         assert!(removals.begin(&of(&[]), at(151)).is_empty());
         assert_eq!(removals.next(), None);
         assert_eq!(removals.begin(&of(&["b"]), at(151)), ["b"]);
-        removals.ended("b", true, at(151));
+        removals.finish("b", true, at(151));
         assert_eq!(removals.next(), Some(at(152)), "the back-off starts again");
     }
 }

@@ -25,9 +25,9 @@ use crate::core::pod::{self, Role};
 use crate::cri::RuntimeErrorKind;
 
 /// How often a probe is attempted before its result is unknown.
-const TRIES: usize = 3;
+const MAX_ATTEMPTS: usize = 3;
 /// A container that started more than this before the agent was already running when the agent started.
-const ADOPTED: SignedDuration = SignedDuration::from_secs(10);
+const ADOPTED_AFTER: SignedDuration = SignedDuration::from_secs(10);
 
 /// The probe tasks of one container instance. Dropping a guard stops its task after the probe in progress has
 /// completed. containerd 2.1 may take long to stop a container while an ExecSync is pending whose client has cancelled.
@@ -80,7 +80,7 @@ impl Probing {
 
     /// Starts probes of containers that are running, and stops those of containers that are not. A container whose
     /// start has not completed gets its probes later.
-    pub fn follow(&mut self, context: &Arc<Context>, worker: &Worker, observed: &ObservedPod) {
+    pub fn reconcile(&mut self, context: &Arc<Context>, worker: &Worker, observed: &ObservedPod) {
         let (pod, starting) = (worker.pod(), worker.starting());
         let mut running = vec![];
         for (role, container) in pod::containers(pod) {
@@ -191,7 +191,7 @@ impl Probing {
 
     /// Stops liveness and startup probes of a terminating pod, as no container is restarted any more. Sidecars are no
     /// exception (KEP-4438 would change that). Readiness is still published.
-    pub fn ending(&mut self, pod: &Pod, observed: &ObservedPod) {
+    pub fn stop_restarting_probes(&mut self, pod: &Pod, observed: &ObservedPod) {
         for (_, container) in pod::containers(pod) {
             if let Some(seen) = observed.newest(&container.name)
                 && let Some(instance) = self.instances.get_mut(&seen.id)
@@ -224,7 +224,7 @@ fn first_probe(
 ) -> Duration {
     let up = Duration::try_from(now.duration_since(since)).unwrap_or_default();
     let rest = timing.delay.saturating_sub(up);
-    if agent_started.duration_since(since) <= ADOPTED {
+    if agent_started.duration_since(since) <= ADOPTED_AFTER {
         return rest;
     }
     let share = id.bytes().fold(0_u64, |sum, b| {
@@ -270,7 +270,7 @@ impl Prober {
             if self.unless_stopped(ticks.tick()).await.is_none() {
                 return;
             }
-            let Some(good) = self.ask().await else {
+            let Some(good) = self.probe().await else {
                 continue;
             };
             let result = counter.step(good, &self.timing);
@@ -308,7 +308,7 @@ impl Prober {
         }
     }
 
-    fn say(&self, reason: &str, message: String) {
+    fn emit_event(&self, reason: &str, message: String) {
         self.context.events.pod(
             &self.pod,
             Some(self.role.field_path(&self.container.name)),
@@ -319,14 +319,14 @@ impl Prober {
     }
 
     /// Probes once. `None` if the probe could not run, or was stopped meanwhile.
-    async fn ask(&self) -> Option<bool> {
+    async fn probe(&self) -> Option<bool> {
         let begun = Instant::now();
-        let mut answer = self.answer().await;
-        for _ in 1..TRIES {
+        let mut answer = self.run_check().await;
+        for _ in 1..MAX_ATTEMPTS {
             if !matches!(answer, Answer::Unknown(_)) || self.stop.is_cancelled() {
                 break;
             }
-            answer = self.answer().await;
+            answer = self.run_check().await;
         }
         if self.stop.is_cancelled() {
             return None;
@@ -356,7 +356,7 @@ impl Prober {
         match answer {
             Answer::Success => Some(true),
             Answer::Warning(output) => {
-                self.say("ProbeWarning", format!("{name} probe warning: {output}"));
+                self.emit_event("ProbeWarning", format!("{name} probe warning: {output}"));
                 Some(true)
             }
             Answer::Failure(output) => {
@@ -366,7 +366,7 @@ impl Prober {
                     &output,
                     Some(self.next()),
                 );
-                self.say("Unhealthy", format!("{name} probe failed: {output}"));
+                self.emit_event("Unhealthy", format!("{name} probe failed: {output}"));
                 Some(false)
             }
             Answer::Unknown(error) => {
@@ -376,7 +376,7 @@ impl Prober {
                     &error,
                     Some(self.next()),
                 );
-                self.say(
+                self.emit_event(
                     "Unhealthy",
                     format!("{name} probe errored and resulted in unknown state: {error}"),
                 );
@@ -390,7 +390,7 @@ impl Prober {
             + SignedDuration::try_from(self.timing.period).unwrap_or(SignedDuration::ZERO)
     }
 
-    async fn answer(&self) -> Answer {
+    async fn run_check(&self) -> Answer {
         let Some(spec) = self.kind.of(&self.container) else {
             return Answer::Success;
         };

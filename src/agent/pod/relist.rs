@@ -17,20 +17,20 @@ use crate::core::pod::observed::RuntimeEvent;
 use crate::cri::{ListedPod, RuntimeError, RuntimeErrorKind};
 
 /// Interval between listings without and with runtime events.
-const PERIOD: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+const LIST_INTERVALS: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
 /// Pause after a failed subscription to runtime events.
 const RESUBSCRIBE: Duration = Duration::from_secs(5);
 
 /// Idle time after which the allocator returns memory.
-const QUIET: Duration = Duration::from_secs(2);
+const IDLE_TRIM_AFTER: Duration = Duration::from_secs(2);
 
 /// The state that each worker last observed, as a fingerprint by pod uid. A
 /// listing with the same fingerprint is no change.
 #[derive(Clone, Default)]
-pub struct Seen(Arc<Mutex<BTreeMap<String, u64>>>);
+pub struct ObservedFingerprints(Arc<Mutex<BTreeMap<String, u64>>>);
 
-impl Seen {
+impl ObservedFingerprints {
     /// Sets the state that a worker has observed.
     pub fn set(&self, uid: &str, fingerprint: u64) {
         lock(&self.0).insert(uid.to_owned(), fingerprint);
@@ -68,7 +68,7 @@ impl Seen {
 #[derive(Debug)]
 pub enum Hint {
     /// Restart this static pod, which the node has stopped.
-    StartAnew(String),
+    Restart(String),
     /// The state of this pod may have changed.
     Pod(String),
     /// An event of a sandbox or a container.
@@ -81,10 +81,10 @@ pub enum Hint {
     Listed(Vec<ListedPod>),
 }
 
-/// Waits for [`QUIET`] after the last activity; never returns without activity.
-async fn trimming(quiet_since: Option<Instant>) {
+/// Waits for [`IDLE_TRIM_AFTER`] after the last activity; never returns without activity.
+async fn wait_until_idle(quiet_since: Option<Instant>) {
     match quiet_since {
-        Some(since) => tokio::time::sleep_until(since + QUIET).await,
+        Some(since) => tokio::time::sleep_until(since + IDLE_TRIM_AFTER).await,
         None => std::future::pending().await,
     }
 }
@@ -126,14 +126,14 @@ struct Closed;
 
 struct Relist {
     context: Arc<Context>,
-    seen: Seen,
+    seen: ObservedFingerprints,
     hints: mpsc::Sender<Hint>,
     stream: Option<Stream>,
     has_events: bool,
     /// The time of the next subscription attempt.
     next_try: Instant,
     failing: bool,
-    was_away: bool,
+    was_unavailable: bool,
     last: Option<Instant>,
     /// The time of the last activity. After an idle period the allocator returns memory. Most memory is freed late, by
     /// workers that return some time after their containers exited.
@@ -141,7 +141,7 @@ struct Relist {
 }
 
 impl Relist {
-    fn new(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) -> Relist {
+    fn new(context: Arc<Context>, seen: ObservedFingerprints, hints: mpsc::Sender<Hint>) -> Relist {
         Relist {
             context,
             seen,
@@ -150,7 +150,7 @@ impl Relist {
             has_events: true,
             next_try: Instant::now(),
             failing: false,
-            was_away: false,
+            was_unavailable: false,
             last: None,
             quiet_since: None,
         }
@@ -178,7 +178,7 @@ impl Relist {
         }
         let context = &self.context;
         let begun = round.begun;
-        context.metrics.listed(
+        context.metrics.runtime_listed(
             context.clock.now().as_duration().as_secs_f64(),
             begun.elapsed(),
             self.last.replace(begun).map(|last| begun - last),
@@ -186,7 +186,7 @@ impl Relist {
         match round.listing {
             Ok(listed) => self.take_listed(listed).await,
             Err(error) => {
-                self.was_away = true;
+                self.was_unavailable = true;
                 if !std::mem::replace(&mut self.failing, true) {
                     tracing::error!(%error, endpoint = context.config.runtime_endpoint, "the container runtime does not answer; is it running? retrying every second");
                 }
@@ -196,11 +196,11 @@ impl Relist {
     }
 
     async fn take_listed(&mut self, listed: Vec<ListedPod>) -> Result<(), Closed> {
-        self.context.pulse.lists();
+        self.context.heartbeats.runtime_listed();
         if std::mem::replace(&mut self.failing, false) {
             tracing::info!("the container runtime answers again");
         }
-        if std::mem::take(&mut self.was_away) {
+        if std::mem::take(&mut self.was_unavailable) {
             self.send(Hint::RuntimeBack).await?;
         }
         let changed = self.seen.differing(&listed);
@@ -214,8 +214,8 @@ impl Relist {
     async fn take_event(&mut self, event: Option<RuntimeEvent>) -> Result<(), Closed> {
         let Some(event) = event else {
             // The runtime may have restarted between two listings.
-            (self.stream, self.was_away) = (None, true);
-            self.next_try = self.next_try.max(Instant::now() + PERIOD.0);
+            (self.stream, self.was_unavailable) = (None, true);
+            self.next_try = self.next_try.max(Instant::now() + LIST_INTERVALS.0);
             return Ok(());
         };
         self.quiet_since = Some(Instant::now());
@@ -224,7 +224,7 @@ impl Relist {
 }
 
 /// Runs until the receiver is dropped.
-pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
+pub async fn run(context: Arc<Context>, seen: ObservedFingerprints, hints: mpsc::Sender<Hint>) {
     let mut roster = context.roster.subscribe();
     let mut relist = Relist::new(context, seen, hints);
     // Events are read during a listing: a runtime that does not answer the listing may still send events.
@@ -242,7 +242,7 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
             event = next_event(relist.stream.as_mut()) => {
                 let taken = relist.take_event(event).await;
                 if relist.stream.is_none() {
-                    next = next.min(Instant::now() + PERIOD.0);
+                    next = next.min(Instant::now() + LIST_INTERVALS.0);
                 }
                 taken
             }
@@ -250,7 +250,7 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
             Some(round) = &mut under_way, if is_listing => {
                 (under_way, is_listing) = (None.into(), false);
                 let taken = relist.take(round).await;
-                let period = if relist.stream.is_some() { PERIOD.1 } else { PERIOD.0 };
+                let period = if relist.stream.is_some() { LIST_INTERVALS.1 } else { LIST_INTERVALS.0 };
                 next = Instant::now() + period;
                 taken
             }
@@ -258,7 +258,7 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
                 relist.quiet_since = Some(Instant::now());
                 Ok(())
             }
-            () = trimming(relist.quiet_since) => {
+            () = wait_until_idle(relist.quiet_since) => {
                 relist.quiet_since = None;
                 crate::sys::memory::trim();
                 Ok(())

@@ -44,7 +44,7 @@ impl Statics {
 
     /// Replaces the appearance numbers.
     #[must_use]
-    pub fn appearing(self, appearances: BTreeMap<String, u64>) -> Statics {
+    pub fn with_appearances(self, appearances: BTreeMap<String, u64>) -> Statics {
         Statics {
             appearances,
             ..self
@@ -110,7 +110,7 @@ fn notify(found: &Found, change: impl FnOnce(&mut Statics)) {
 }
 
 /// Annotates pods with the time they were first seen; pods in `before` keep theirs (upstream's `recordFirstSeenTime`).
-fn seen(mut pods: Vec<Arc<Pod>>, before: &[Arc<Pod>], now: Timestamp) -> Vec<Arc<Pod>> {
+fn with_first_seen(mut pods: Vec<Arc<Pod>>, before: &[Arc<Pod>], now: Timestamp) -> Vec<Arc<Pod>> {
     for pod in &mut pods {
         let known = before.iter().find(|b| pod::uid(b) == pod::uid(pod));
         let known = known.and_then(|known| pod::annotation(known, pod::SEEN));
@@ -183,7 +183,7 @@ async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
                 let now = context.clock.now();
                 notify(&found, |statics| {
                     let before = statics.files.take().unwrap_or_default();
-                    let pods = seen(pods, &before, now);
+                    let pods = with_first_seen(pods, &before, now);
                     statics.count(&before, &pods, &rewritten);
                     statics.files = Some(pods);
                 });
@@ -232,7 +232,7 @@ async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
                 let now = context.clock.now();
                 notify(&found, |statics| {
                     let before = statics.url.take().unwrap_or_default();
-                    let pods = seen(pods, &before, now);
+                    let pods = with_first_seen(pods, &before, now);
                     statics.count(&before, &pods, &BTreeSet::new());
                     statics.url = Some(pods);
                 });
@@ -249,7 +249,10 @@ async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
 }
 
 /// Reads the directory once, for the given pods of the runtime. A file that the agent would skip is an error.
-pub fn once(config: &crate::config::Config, started: Vec<Started>) -> Result<Vec<Pod>, String> {
+pub fn read_once(
+    config: &crate::config::Config,
+    started: Vec<Started>,
+) -> Result<Vec<Pod>, String> {
     let Some(dir) = &config.static_pod_path else {
         return Ok(vec![]);
     };
@@ -290,7 +293,7 @@ fn parse_url(text: &str, url: &str, node: &str) -> Result<Vec<Arc<Pod>>, String>
     };
     let mut pods: Vec<Arc<Pod>> = vec![];
     for item in items {
-        let pod = complete(item.clone(), &item.to_string(), &origin, node)?;
+        let pod = apply_defaults(item.clone(), &item.to_string(), &origin, node)?;
         if pods
             .iter()
             .any(|p| pod::full_name(p) == pod::full_name(&pod))
@@ -404,7 +407,7 @@ fn parse(text: &str, path: &Path, node: &str, uids: &KeptUids) -> Result<Pod, St
         identity: format!("host:{node}file:{}", path.display()),
         uid: &|full_name, digest| uids.of(full_name, digest, static_uids::changed(path)),
     };
-    complete(decode(text)?, text, &origin, node)
+    apply_defaults(decode(text)?, text, &origin, node)
 }
 
 fn decode(text: &str) -> Result<serde_json::Value, String> {
@@ -456,7 +459,7 @@ fn complete_container(container: &mut Container, list: &str) -> Result<(), Strin
 }
 
 /// Completes a manifest as a static pod: defaults, uid, annotations and node name.
-fn complete(
+fn apply_defaults(
     value: serde_json::Value,
     text: &str,
     origin: &Origin<'_>,
@@ -596,11 +599,11 @@ mod tests {
         };
         let at = |second: i64| Timestamp::from_second(second).expect("a time");
         let time = |pods: &[Arc<Pod>]| pods[0].annotations()[pod::SEEN].clone();
-        let first = seen(read("i"), &[], at(1));
+        let first = with_first_seen(read("i"), &[], at(1));
         assert_eq!(time(&first), "1970-01-01T00:00:01.000000000Z");
-        assert_eq!(seen(read("i"), &first, at(2)), first);
+        assert_eq!(with_first_seen(read("i"), &first, at(2)), first);
         // A changed manifest is another pod.
-        let other = seen(read("j"), &first, at(3));
+        let other = with_first_seen(read("j"), &first, at(3));
         assert_eq!(time(&other), "1970-01-01T00:00:03.000000000Z");
     }
 

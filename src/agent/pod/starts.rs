@@ -13,55 +13,55 @@ use tokio::sync::{Semaphore, watch};
 use tokio::time::Instant;
 
 /// Sandboxes created at the same time, for each processor.
-const OF_EACH_PROCESSOR: u32 = 3;
+const SLOTS_PER_CPU: u32 = 3;
 
 /// How long a sandbox keeps its slot, and how long a start counts as in progress. A longer start does not wait for a
 /// processor but for a network plugin, a server or a hook, and must not delay others.
-const HOLDS_FOR: Duration = Duration::from_secs(1);
+const SLOT_TIME: Duration = Duration::from_secs(1);
 
 /// Maximum delay of postponed work.
-const PATIENCE: Duration = Duration::from_secs(5);
+const MAX_POSTPONE: Duration = Duration::from_secs(5);
 
 /// The starts of a node.
 #[derive(Debug)]
 pub struct Starts {
     slots: Semaphore,
-    under_way: watch::Sender<usize>,
+    in_progress: watch::Sender<usize>,
 }
 
 /// Waits for idle periods between the starts of a node.
 #[derive(Debug, Clone)]
-pub struct Lull(watch::Receiver<usize>);
+pub struct IdleGate(watch::Receiver<usize>);
 
-impl Lull {
-    /// Waits until no start is in progress, but at most [`PATIENCE`] after `since`. Cancel-safe.
+impl IdleGate {
+    /// Waits until no start is in progress, but at most [`MAX_POSTPONE`] after `since`. Cancel-safe.
     pub async fn wait(&mut self, since: Instant) {
-        let lull = self.0.wait_for(|count| *count == 0);
+        let idle = self.0.wait_for(|count| *count == 0);
         // An error means that the node's starts were dropped, so nothing is in progress.
-        let _ = tokio::time::timeout_at(since + PATIENCE, lull).await;
+        let _ = tokio::time::timeout_at(since + MAX_POSTPONE, idle).await;
     }
 }
 
 /// Counts as a start in progress until dropped.
-struct UnderWay<'a>(&'a watch::Sender<usize>);
+struct StartGuard<'a>(&'a watch::Sender<usize>);
 
-impl<'a> UnderWay<'a> {
-    fn among(others: &'a watch::Sender<usize>) -> UnderWay<'a> {
+impl<'a> StartGuard<'a> {
+    fn new(others: &'a watch::Sender<usize>) -> StartGuard<'a> {
         others.send_modify(|count| *count += 1);
-        UnderWay(others)
+        StartGuard(others)
     }
 }
 
-impl Drop for UnderWay<'_> {
+impl Drop for StartGuard<'_> {
     fn drop(&mut self) {
         self.0.send_modify(|count| *count -= 1);
     }
 }
 
-/// Runs `work`, and drops `held` when the work is done or has taken [`HOLDS_FOR`].
-async fn holding<F: Future>(held: impl Sized, work: F) -> F::Output {
+/// Runs `work`, and drops `held` when the work is done or has taken [`SLOT_TIME`].
+async fn run_with_slot<F: Future>(held: impl Sized, work: F) -> F::Output {
     let mut work = pin!(work);
-    match tokio::time::timeout(HOLDS_FOR, &mut work).await {
+    match tokio::time::timeout(SLOT_TIME, &mut work).await {
         Ok(done) => done,
         Err(_) => {
             drop(held);
@@ -74,31 +74,31 @@ impl Starts {
     /// Creates slots for this number of processors.
     #[must_use]
     pub fn for_processors(count: u32) -> Starts {
-        let slots = count.max(1).saturating_mul(OF_EACH_PROCESSOR);
+        let slots = count.max(1).saturating_mul(SLOTS_PER_CPU);
         Starts {
             slots: Semaphore::new(slots as usize),
-            under_way: watch::Sender::default(),
+            in_progress: watch::Sender::default(),
         }
     }
 
     /// Creates a sandbox as soon as a slot is free.
     pub async fn sandbox<F: Future>(&self, make: F) -> F::Output {
         // A sandbox that waits for a slot counts too: other starts are in progress.
-        let start = UnderWay::among(&self.under_way);
+        let start = StartGuard::new(&self.in_progress);
         // The semaphore is never closed; without a slot the creation would only be slower.
         let slot = self.slots.acquire().await.ok();
-        holding((start, slot), make).await
+        run_with_slot((start, slot), make).await
     }
 
     /// Starts a container.
     pub async fn container<F: Future>(&self, start: F) -> F::Output {
-        holding(UnderWay::among(&self.under_way), start).await
+        run_with_slot(StartGuard::new(&self.in_progress), start).await
     }
 
     /// Returns a gate that opens when no start is in progress or waiting for a slot.
     #[must_use]
-    pub fn lull(&self) -> Lull {
-        Lull(self.under_way.subscribe())
+    pub fn idle_gate(&self) -> IdleGate {
+        IdleGate(self.in_progress.subscribe())
     }
 }
 
@@ -151,8 +151,8 @@ mod tests {
         let starts = Starts::for_processors(1);
         for _ in 0..3 {
             let hangs = starts.sandbox(std::future::pending::<()>());
-            let given_up = tokio::time::timeout(Duration::from_millis(10), hangs).await;
-            assert!(given_up.is_err());
+            let cancelled = tokio::time::timeout(Duration::from_millis(10), hangs).await;
+            assert!(cancelled.is_err());
         }
         let begun = Instant::now();
         starts.sandbox(std::future::ready(())).await;
@@ -162,10 +162,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_wait_for_an_idle_period_is_limited() {
         let starts = Starts::for_processors(1);
-        let mut lull = starts.lull();
+        let mut idle_gate = starts.idle_gate();
         let begun = Instant::now();
         let mut waited = async || {
-            lull.wait(begun).await;
+            idle_gate.wait(begun).await;
             begun.elapsed().as_millis() / 100
         };
         assert_eq!(waited().await, 0);
@@ -186,12 +186,12 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_start_counts_until_it_completes_is_cancelled_or_takes_long() {
         let starts = Starts::for_processors(1);
-        let under_way = starts.under_way.subscribe();
+        let in_progress = starts.in_progress.subscribe();
         let after = |ms: u64| {
-            let under_way = &under_way;
+            let in_progress = &in_progress;
             async move {
                 sleep(Duration::from_millis(ms)).await;
-                *under_way.borrow()
+                *in_progress.borrow()
             }
         };
         let hangs = tokio::time::timeout(
@@ -201,12 +201,12 @@ mod tests {
         let of_sandboxes = join_all(
             (0..4).map(|_| starts.sandbox(async { sleep(Duration::from_millis(200)).await })),
         );
-        let given_up = tokio::time::timeout(
+        let cancelled = tokio::time::timeout(
             Duration::from_millis(100),
             starts.sandbox(std::future::pending::<()>()),
         );
         let ((), counts) = tokio::join!(
-            async { drop(tokio::join!(hangs, of_sandboxes, given_up)) },
+            async { drop(tokio::join!(hangs, of_sandboxes, cancelled)) },
             join_all([50, 150, 250, 450, 1050, 1600].map(after))
         );
         // The abandoned one had no slot yet.

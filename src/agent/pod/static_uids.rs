@@ -17,7 +17,7 @@ use crate::cri::{ListedPod, Runtime, RuntimeError};
 use crate::sys::file;
 
 /// Size limit of the file, in bytes.
-const LIMIT: u64 = 1 << 20;
+const MAX_FILE_SIZE: u64 = 1 << 20;
 
 /// Returns the static pods of the runtime, including those that another agent started.
 pub async fn started(runtime: &dyn Runtime) -> Result<Vec<Started>, RuntimeError> {
@@ -89,7 +89,7 @@ impl KeptUids {
 
 /// Reads the file; an unreadable file counts as empty.
 fn read(path: &Path) -> BTreeMap<String, String> {
-    let text = file::read_text(path, LIMIT).ok();
+    let text = file::read_text(path, MAX_FILE_SIZE).ok();
     text.and_then(|text| serde_json::from_str(&text).ok())
         .unwrap_or_default()
 }

@@ -56,7 +56,7 @@ impl StatusWriter {
     }
 
     /// Requests that `status` be written to `object`.
-    pub fn want(&self, object: Option<Arc<Pod>>, status: &Arc<PodStatus>) {
+    pub fn publish(&self, object: Option<Arc<Pod>>, status: &Arc<PodStatus>) {
         self.wanted.send_if_modified(|wanted| {
             let same = wanted.status == *status
                 && wanted
@@ -70,7 +70,7 @@ impl StatusWriter {
                     0 => object.as_ref().and_then(|o| o.status.as_ref()),
                     _ => Some(&*wanted.status),
                 };
-                self.metrics.containers_ended(before, status);
+                self.metrics.containers_terminated(before, status);
                 *wanted = Wanted {
                     version: wanted.version + 1,
                     status: Arc::clone(status),
@@ -91,23 +91,23 @@ impl StatusWriter {
 }
 
 /// The parts of an API answer that the writer needs.
-struct Answered {
+struct LastAnswer {
     uid: Option<String>,
     version: Option<String>,
     revision: u64,
     status: Option<PodStatus>,
 }
 
-impl Answered {
+impl LastAnswer {
     /// Whether this is newer than `object`, which the watch delivered.
     fn is_newer(&self, object: &Pod) -> bool {
         self.uid == object.uid() && self.revision > revision(object)
     }
 }
 
-impl From<Pod> for Answered {
-    fn from(pod: Pod) -> Answered {
-        Answered {
+impl From<Pod> for LastAnswer {
+    fn from(pod: Pod) -> LastAnswer {
+        LastAnswer {
             uid: pod.uid(),
             version: pod.resource_version(),
             revision: revision(&pod),
@@ -118,7 +118,7 @@ impl From<Pod> for Answered {
 
 /// Builds the patch for an object, based on `newer`, the API's last answer, or else on the object from the watch. A
 /// published terminal status stays, except on mirrors of static pods. `None` if there is nothing to write.
-fn due(object: &Pod, newer: Option<&Answered>, wanted: &PodStatus) -> Option<Value> {
+fn build_patch(object: &Pod, newer: Option<&LastAnswer>, wanted: &PodStatus) -> Option<Value> {
     let (base, version) = match newer {
         Some(newer) => (&newer.status, &newer.version),
         None => (&object.status, &object.metadata.resource_version),
@@ -137,7 +137,7 @@ fn due(object: &Pod, newer: Option<&Answered>, wanted: &PodStatus) -> Option<Val
 }
 
 /// Reads the object again after another client has written to it.
-async fn reread(api: &dyn PodApi, object: &Pod) -> Result<Answered, ApiFailure> {
+async fn read_again(api: &dyn PodApi, object: &Pod) -> Result<LastAnswer, ApiFailure> {
     let namespace = object.namespace().unwrap_or_default();
     let pod = api.pod(&namespace, &object.name_any()).await?;
     match pod.uid() == object.uid() {
@@ -148,7 +148,7 @@ async fn reread(api: &dyn PodApi, object: &Pod) -> Result<Answered, ApiFailure> 
 
 /// Whether a failure may mean that the pod was deleted. The apiserver's node authorizer then rejects requests ("no
 /// relationship found between node and this object"), and the watch reports the deletion soon.
-fn may_be_gone(error: &ApiFailure, pauses: &Doubling) -> bool {
+fn may_be_deleted(error: &ApiFailure, pauses: &Doubling) -> bool {
     matches!(error, ApiFailure::Forbidden(_)) && !pauses.is_longest()
 }
 
@@ -160,7 +160,7 @@ async fn write(
     clock: Clock,
 ) {
     // The API's last answer, if newer than the object from the watch.
-    let mut last: Option<Answered> = None;
+    let mut last: Option<LastAnswer> = None;
     let mut pauses = RETRY;
     let mut failures = RepeatedFailures::default();
     while changes.changed().await.is_ok() {
@@ -171,7 +171,8 @@ async fn write(
             let object = wanted.object.as_deref();
             // The watch has caught up: drop this copy of the status.
             last = last.filter(|last| object.is_none_or(|object| last.is_newer(object)));
-            let patch = object.and_then(|object| due(object, last.as_ref(), &wanted.status));
+            let patch =
+                object.and_then(|object| build_patch(object, last.as_ref(), &wanted.status));
             let (Some(object), Some(patch)) = (object, patch) else {
                 done.send_replace(wanted.version);
                 break;
@@ -179,7 +180,7 @@ async fn write(
             let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
             let mut answer = api.patch_status(&namespace, &name, &patch).await;
             if let Err(ApiFailure::Conflict(_)) = answer {
-                match reread(&*api, object).await {
+                match read_again(&*api, object).await {
                     Ok(read) => {
                         last = Some(read);
                         conflicts += 1;
@@ -206,10 +207,10 @@ async fn write(
                     break;
                 }
                 Err(error) => {
-                    let may_be_gone = may_be_gone(&error, &pauses);
+                    let may_be_deleted = may_be_deleted(&error, &pauses);
                     let pause = pauses.pause();
                     let pod = pod::full_name(object);
-                    if may_be_gone {
+                    if may_be_deleted {
                         tracing::debug!(%error, pod, retry_in = ?pause, "the apiserver rejected the pod's status; the pod may have been deleted");
                     } else if let Some(repetitions) =
                         failures.record((), &error.to_string(), clock.now())
@@ -238,13 +239,13 @@ mod tests {
         let mut pauses = RETRY;
         let forbidden = ApiFailure::Forbidden("no relationship found".into());
         let mut quiet = Duration::ZERO;
-        while may_be_gone(&forbidden, &pauses) {
+        while may_be_deleted(&forbidden, &pauses) {
             quiet += pauses.pause();
         }
         assert!(quiet > Duration::from_secs(5) && quiet < Duration::from_secs(30));
         let timeout = ApiFailure::Timeout(String::new());
         assert!(
-            !may_be_gone(&timeout, &RETRY),
+            !may_be_deleted(&timeout, &RETRY),
             "a timeout does not mean that the pod was deleted"
         );
     }

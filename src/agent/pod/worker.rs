@@ -17,7 +17,7 @@ use tracing::Instrument as _;
 use super::inbox::{Inbox, Message, Report};
 use super::journal::Log;
 use super::probing::Probing;
-use super::relist::Seen;
+use super::relist::ObservedFingerprints;
 use super::status::StatusWriter;
 use super::sync::{Assets, Job, Tools};
 use crate::agent::metrics::PodStart;
@@ -46,19 +46,19 @@ struct Running {
 struct Shell {
     worker: Worker,
     tools: Arc<Tools>,
-    seen: Seen,
+    seen: ObservedFingerprints,
     probing: Probing,
     assets: Assets,
     running: BTreeMap<Key, Running>,
     /// Whether a start was cancelled since the runtime was last observed.
-    cut_off: bool,
+    start_cancelled: bool,
     serial: u64,
     first_seen: Timestamp,
     clock: Watch,
     /// Whether the pod has been observed running, or was running when this agent started.
     ran: bool,
     /// Whether the ledger has released the pod's requests.
-    uncounted: bool,
+    requests_released: bool,
     exits: Exits,
     turns: u64,
 }
@@ -74,7 +74,7 @@ pub async fn run(
     worker: Worker,
     admission: Option<Admission>,
     inbox: Inbox,
-    seen: Seen,
+    seen: ObservedFingerprints,
 ) {
     let log = context
         .journals
@@ -113,15 +113,15 @@ pub async fn run(
             starts,
             setup: watch::Sender::default(),
             ending: CancellationToken::new(),
-            awaited: CancellationToken::new(),
+            end_awaited: CancellationToken::new(),
             admission: Mutex::new(admission),
         }),
         seen,
-        uncounted: false,
+        requests_released: false,
         exits: Exits::default(),
         assets: Assets::default(),
         running: BTreeMap::new(),
-        cut_off: false,
+        start_cancelled: false,
         serial: 0,
         turns: 0,
     };
@@ -134,8 +134,8 @@ pub async fn run(
         input = shell.next_input(wake_at).await;
     }
     context.ledger.release(&uid);
-    context.journals.gone(&uid);
-    context.metrics.gone(shell.worker.pod());
+    context.journals.mark_deleted(&uid);
+    context.metrics.remove_pod(shell.worker.pod());
 }
 
 fn rules(context: &Context, assets: &Assets) -> Rules {
@@ -167,7 +167,7 @@ impl Shell {
         let (pod, context) = (self.worker.pod(), self.context());
         let mut health = context
             .devices
-            .look(|devices| devices.health(pod::uid(pod)));
+            .read(|devices| devices.health(pod::uid(pod)));
         if has_claims(pod) {
             for (container, devices) in context.claims.health(pod) {
                 health.entry(container).or_default().extend(devices);
@@ -184,7 +184,7 @@ impl Shell {
                 Message::Input(Input::Devices(_)) => return Input::Devices(self.device_health()),
                 Message::Input(input) => return input,
                 Message::Done(report) => {
-                    if let Some(input) = self.done(report) {
+                    if let Some(input) = self.take_report(report) {
                         return input;
                     }
                 }
@@ -192,7 +192,7 @@ impl Shell {
         }
     }
 
-    fn done(&mut self, report: Report) -> Option<Input> {
+    fn take_report(&mut self, report: Report) -> Option<Input> {
         let current = self
             .running
             .get(&report.key)
@@ -208,7 +208,7 @@ impl Shell {
             };
             self.context()
                 .metrics
-                .worked(operation, running.begun.elapsed());
+                .sync_completed(operation, running.begun.elapsed());
         }
         if let Some(asset) = report.asset {
             self.assets.keep(asset);
@@ -248,9 +248,9 @@ impl Shell {
         for (before, input, after) in &turn.decisions {
             self.log().decided(*before, *input, *after);
         }
-        self.log().waits(self.worker.waiting.clone());
+        self.log().set_waiting(self.worker.waiting.clone());
         self.log_removal(was_removed);
-        self.tell(&turn);
+        self.emit_events(&turn);
         let pod_now = &self.worker.update().pod;
         if !Arc::ptr_eq(&pod_before, pod_now) {
             let changes = resize::requested_changes(&pod_before, pod_now);
@@ -262,17 +262,17 @@ impl Shell {
         if let State::Terminating { cause, .. } = self.worker.state
             && cause != Cause::Completed
         {
-            self.tools.awaited.cancel();
+            self.tools.end_awaited.cancel();
         }
         for key in &turn.cancel {
             self.running.remove(key);
-            self.cut_off |= matches!(key, Key::Start(_));
+            self.start_cancelled |= matches!(key, Key::Start(_));
         }
-        self.follow(&turn);
-        self.uncount();
-        let announce = turn.publish.is_some() || object_before != object_of(self.worker.update());
-        if announce {
-            self.announce();
+        self.update_probes(&turn);
+        self.release_requests();
+        let publish = turn.publish.is_some() || object_before != object_of(self.worker.update());
+        if publish {
+            self.publish_status();
         }
         for op in turn.begin {
             self.begin(op);
@@ -285,7 +285,7 @@ impl Shell {
             Instant::now() + left.max(Duration::from_millis(1))
         });
         if let Some(at) = turn.wake_at {
-            self.log().again(at);
+            self.log().set_retry(at);
         }
         Some(wait)
     }
@@ -302,7 +302,7 @@ impl Shell {
         }
     }
 
-    fn tell(&self, turn: &Turn) {
+    fn emit_events(&self, turn: &Turn) {
         for event in &turn.events {
             let kind = if event.warning {
                 Kind::Warning
@@ -323,7 +323,7 @@ impl Shell {
     }
 
     /// Updates probes and the known fingerprint after an observation.
-    fn follow(&mut self, turn: &Turn) {
+    fn update_probes(&mut self, turn: &Turn) {
         let uid = pod::uid(self.worker.pod());
         if let State::Finished { .. } = self.worker.state {
             // A finished worker observes nothing: its exited containers stay
@@ -340,9 +340,10 @@ impl Shell {
                     return;
                 };
                 let context = Arc::clone(&self.tools.context);
-                self.probing.follow(&context, &self.worker, &observed);
+                self.probing.reconcile(&context, &self.worker, &observed);
                 if self.worker.state.is_ending() {
-                    self.probing.ending(self.worker.pod(), &observed);
+                    self.probing
+                        .stop_restarting_probes(self.worker.pod(), &observed);
                 }
             }
             State::Terminated { .. } | State::Finished { .. } => self.probing.stop(),
@@ -369,21 +370,22 @@ impl Shell {
 
     /// Releases the requests of a pod whose containers have stopped and whose terminal status is published: other pods
     /// may use them before the scheduler reassigns them.
-    fn uncount(&mut self) {
-        if self.worker.terminal_status_published() && !std::mem::replace(&mut self.uncounted, true)
+    fn release_requests(&mut self) {
+        if self.worker.terminal_status_published()
+            && !std::mem::replace(&mut self.requests_released, true)
         {
             let uid = pod::uid(self.worker.pod());
-            self.context().ledger.uncount(uid, true);
+            self.context().ledger.release_requests(uid, true);
         }
     }
 
     /// Steps 1 and 3: records the startup latency when the pod is first observed
     /// running, and passes the status to the writer.
-    fn announce(&mut self) {
+    fn publish_status(&mut self) {
         let object = self.worker.update().status_object().cloned();
         // Sends the status that is due, not the latest: a delayed status must not be published early.
         if let Some(published) = self.worker.published() {
-            self.tools.writer.want(object, published);
+            self.tools.writer.publish(object, published);
         }
         if self.ran || self.worker.status.phase.as_deref() != Some("Running") {
             return;
@@ -417,7 +419,7 @@ impl Shell {
             let after = self.context().clock.now().duration_since(self.first_seen);
             let containers = pod::spec(self.worker.pod()).containers.len();
             let metrics = &self.context().metrics;
-            metrics.pod_begun(containers, after.as_secs_f64());
+            metrics.first_sync(containers, after.as_secs_f64());
         }
         self.serial += 1;
         let (serial, key) = (self.serial, op.key());
@@ -428,13 +430,14 @@ impl Shell {
             observed: self.worker.observed.clone().unwrap_or_default(),
             resizing: self.worker.resizing().clone(),
             assets: self.assets.clone(),
-            cut_off: matches!(op, Op::Observe { .. }) && std::mem::take(&mut self.cut_off),
-            patient: self.worker.is_sandbox_stop_deferrable(),
+            start_cancelled: matches!(op, Op::Observe { .. })
+                && std::mem::take(&mut self.start_cancelled),
+            can_wait: self.worker.is_sandbox_stop_deferrable(),
         };
         let span = span(self.worker.pod(), self.worker.state);
         let reported = key.clone();
         let work = async move {
-            let (outcome, asset) = job.carry_out(&op).await;
+            let (outcome, asset) = job.execute(&op).await;
             job.tools.inbox.report(Report {
                 serial,
                 key: reported,

@@ -20,23 +20,23 @@ use crate::https::{Body, Peer, text};
 use crate::kubeapi::reviews::{Identity, NodeAccess, Reviews};
 
 /// Limit for entries of each cache.
-const REMEMBERED: usize = 1024;
+const MAX_CACHE_ENTRIES: usize = 1024;
 /// How long an invalid token is cached.
-const NOBODY: Duration = Duration::from_secs(10);
+const INVALID_TOKEN_TTL: Duration = Duration::from_secs(10);
 /// Limit for parallel token reviews. Access reviews do not count, so that invalid tokens cannot delay
 /// clients with a certificate or a cached token.
-const REVIEWS: usize = 8;
+const MAX_PARALLEL_REVIEWS: usize = 8;
 /// Limit for tokens that wait for a review; further requests are rejected with 429.
-const WAITING: usize = 64;
+const MAX_WAITING_REVIEWS: usize = 64;
 /// How many waiting or reviewed tokens one address may have, so that a flood from one address does not block others.
-const OF_ONE: usize = 16;
+const MAX_REVIEWS_PER_ADDRESS: usize = 16;
 
 /// A cache whose entries expire.
-struct Answers<K, V>(Mutex<HashMap<K, (Instant, V)>>);
+struct ExpiringCache<K, V>(Mutex<HashMap<K, (Instant, V)>>);
 
-impl<K: Hash + Eq, V: Clone> Answers<K, V> {
-    fn new() -> Answers<K, V> {
-        Answers(Mutex::default())
+impl<K: Hash + Eq, V: Clone> ExpiringCache<K, V> {
+    fn new() -> ExpiringCache<K, V> {
+        ExpiringCache(Mutex::default())
     }
 
     fn get(&self, key: &K) -> Option<V> {
@@ -49,10 +49,10 @@ impl<K: Hash + Eq, V: Clone> Answers<K, V> {
 
     fn put(&self, key: K, value: V, ttl: Duration) {
         let mut known = lock(&self.0);
-        if known.len() >= REMEMBERED {
+        if known.len() >= MAX_CACHE_ENTRIES {
             known.retain(|_, (until, _)| *until > Instant::now());
         }
-        if known.len() >= REMEMBERED {
+        if known.len() >= MAX_CACHE_ENTRIES {
             known.clear();
         }
         known.insert(key, (Instant::now() + ttl, value));
@@ -65,10 +65,10 @@ pub struct Access {
     node: String,
     reviews: Option<Arc<dyn Reviews>>,
     /// Identities by the digest of their token; tokens themselves are not stored.
-    tokens: Answers<String, Identity>,
+    tokens: ExpiringCache<String, Identity>,
     /// Invalid tokens. A separate cache, so that a flood of them does not evict valid ones.
-    nobodys: Answers<String, ()>,
-    decisions: Answers<(Identity, &'static str, &'static str), bool>,
+    invalid_tokens: ExpiringCache<String, ()>,
+    decisions: ExpiringCache<(Identity, &'static str, &'static str), bool>,
     /// A permit is held during a token review.
     reviewing: Semaphore,
     /// A permit is held while a token waits for its review and during the review.
@@ -78,21 +78,24 @@ pub struct Access {
 }
 
 /// A permit counted for an address.
-struct Taken<'a>(&'a Mutex<HashMap<IpAddr, usize>>, IpAddr);
+struct AddressPermit<'a>(&'a Mutex<HashMap<IpAddr, usize>>, IpAddr);
 
-impl<'a> Taken<'a> {
+impl<'a> AddressPermit<'a> {
     /// Counts a permit; `None` if the address has reached its limit.
-    fn one(places: &'a Mutex<HashMap<IpAddr, usize>>, address: IpAddr) -> Option<Taken<'a>> {
+    fn acquire(
+        places: &'a Mutex<HashMap<IpAddr, usize>>,
+        address: IpAddr,
+    ) -> Option<AddressPermit<'a>> {
         let mut all = lock(places);
         let count = all.entry(address).or_default();
-        (*count < OF_ONE).then(|| {
+        (*count < MAX_REVIEWS_PER_ADDRESS).then(|| {
             *count += 1;
-            Taken(places, address)
+            AddressPermit(places, address)
         })
     }
 }
 
-impl Drop for Taken<'_> {
+impl Drop for AddressPermit<'_> {
     fn drop(&mut self) {
         let mut all = lock(self.0);
         if let Some(count) = all.get_mut(&self.1) {
@@ -105,7 +108,7 @@ impl Drop for Taken<'_> {
 }
 
 /// The identity of a trusted client certificate (DER).
-fn of_certificate(der: &[u8]) -> Option<Identity> {
+fn certificate_identity(der: &[u8]) -> Option<Identity> {
     let (name, mut groups) = subject(der)?;
     groups.push("system:authenticated".to_owned());
     Some(Identity {
@@ -136,24 +139,28 @@ impl Access {
             serving,
             node: node.into(),
             reviews,
-            tokens: Answers::new(),
-            nobodys: Answers::new(),
-            decisions: Answers::new(),
-            reviewing: Semaphore::new(REVIEWS),
-            waiting: Semaphore::new(REVIEWS + WAITING),
+            tokens: ExpiringCache::new(),
+            invalid_tokens: ExpiringCache::new(),
+            decisions: ExpiringCache::new(),
+            reviewing: Semaphore::new(MAX_PARALLEL_REVIEWS),
+            waiting: Semaphore::new(MAX_PARALLEL_REVIEWS + MAX_WAITING_REVIEWS),
             taken: Mutex::default(),
         }
     }
 
     /// Authenticates a request. Returns the error response if this fails.
-    async fn who(&self, peer: &Peer, headers: &HeaderMap) -> Result<Identity, Response<Body>> {
+    async fn authenticate(
+        &self,
+        peer: &Peer,
+        headers: &HeaderMap,
+    ) -> Result<Identity, Response<Body>> {
         let shown = peer.certificate.as_deref();
-        if let Some(identity) = shown.and_then(|c| c.holds()).and_then(of_certificate) {
+        if let Some(identity) = shown.and_then(|c| c.holds()).and_then(certificate_identity) {
             return Ok(identity);
         }
         // A request with an invalid token is rejected, not treated as anonymous.
         if let (true, Some(token)) = (self.serving.tokens, bearer(headers)) {
-            return self.of_token(peer, token).await;
+            return self.authenticate_token(peer, token).await;
         }
         // The same applies to an untrusted certificate if client certificates are configured.
         if self.serving.anonymous && shown.is_none() {
@@ -166,11 +173,15 @@ impl Access {
         Err(unauthorized())
     }
 
-    async fn of_token(&self, peer: &Peer, token: &str) -> Result<Identity, Response<Body>> {
+    async fn authenticate_token(
+        &self,
+        peer: &Peer,
+        token: &str,
+    ) -> Result<Identity, Response<Body>> {
         let key = digest::sha256(token.as_bytes());
         let known = || match self.tokens.get(&key) {
             Some(identity) => Some(Some(identity)),
-            None => self.nobodys.get(&key).map(|()| None),
+            None => self.invalid_tokens.get(&key).map(|()| None),
         };
         if let Some(known) = known() {
             return known.ok_or_else(unauthorized);
@@ -184,7 +195,8 @@ impl Access {
                 "too many token reviews are in progress: try again later",
             )
         };
-        let _taken = Taken::one(&self.taken, peer.address.ip()).ok_or_else(busy)?;
+        let _address_permit =
+            AddressPermit::acquire(&self.taken, peer.address.ip()).ok_or_else(busy)?;
         let _waiting = self.waiting.try_acquire().map_err(|_| busy())?;
         let _reviewing = self.reviewing.acquire().await.map_err(|_| busy())?;
         // Another request may have had the same token reviewed meanwhile.
@@ -197,7 +209,7 @@ impl Access {
                 Ok(found)
             }
             Ok(None) => {
-                self.nobodys.put(key, (), NOBODY);
+                self.invalid_tokens.put(key, (), INVALID_TOKEN_TTL);
                 Err(unauthorized())
             }
             Err(error) => {
@@ -248,8 +260,8 @@ impl Access {
         headers: &HeaderMap,
         needs: &Needs,
     ) -> Result<(), Response<Body>> {
-        let who = self.who(peer, headers).await?;
-        match self.may(&who, needs).await {
+        let who = self.authenticate(peer, headers).await?;
+        match self.authorize(&who, needs).await {
             Ok(true) => Ok(()),
             Ok(false) => {
                 let (verb, subresources) = (needs.verb, needs.subresources.join(" "));
@@ -281,13 +293,13 @@ mod tests {
     /// Reviews that accept one token and let its owner read metrics.
     #[derive(Default)]
     struct Fixed {
-        asked: AtomicUsize,
+        requests: AtomicUsize,
     }
 
     #[async_trait::async_trait]
     impl Reviews for Fixed {
         async fn authenticate(&self, token: &str) -> Result<Option<Identity>, ApiFailure> {
-            self.asked.fetch_add(1, Ordering::Relaxed);
+            self.requests.fetch_add(1, Ordering::Relaxed);
             match token {
                 "good" => Ok(Some(Identity {
                     name: "reader".into(),
@@ -304,7 +316,7 @@ mod tests {
             who: &Identity,
             ask: &NodeAccess<'_>,
         ) -> Result<bool, ApiFailure> {
-            self.asked.fetch_add(1, Ordering::Relaxed);
+            self.requests.fetch_add(1, Ordering::Relaxed);
             let all = who.groups.iter().any(|g| g == "masters");
             Ok(all || (who.name == "reader" && ask.subresource == "metrics" && ask.verb == "get"))
         }
@@ -422,23 +434,32 @@ mod tests {
             200
         );
         // Invalid tokens do not evict valid ones.
-        for n in 0..2 * REMEMBERED {
+        for n in 0..2 * MAX_CACHE_ENTRIES {
             let wrong = format!("wrong{n}");
             let answer = code(&access, &nobody, Some(&wrong), "GET", "/metrics").await;
             assert_eq!(answer, 401);
         }
-        let asked = fixed.asked.load(Ordering::Relaxed);
+        let requests = fixed.requests.load(Ordering::Relaxed);
         let answer = code(&access, &nobody, Some("good"), "GET", "/metrics").await;
-        assert_eq!((answer, fixed.asked.load(Ordering::Relaxed)), (200, asked));
+        assert_eq!(
+            (answer, fixed.requests.load(Ordering::Relaxed)),
+            (200, requests)
+        );
 
-        let tokens: Vec<String> = (0..REVIEWS + WAITING).map(|n| format!("slow{n}")).collect();
+        let tokens: Vec<String> = (0..MAX_PARALLEL_REVIEWS + MAX_WAITING_REVIEWS)
+            .map(|n| format!("slow{n}"))
+            .collect();
         let from = |n: usize| Peer {
             address: ([192, 0, 2, u8::try_from(n).expect("small")], 1).into(),
             certificate: None,
         };
-        let peers: Vec<Peer> = (0..tokens.len()).map(|n| from(n / OF_ONE)).collect();
+        let peers: Vec<Peer> = (0..tokens.len())
+            .map(|n| from(n / MAX_REVIEWS_PER_ADDRESS))
+            .collect();
         let begin = |n: usize| code(&access, &peers[n], Some(&tokens[n]), "GET", "/metrics");
-        let mut one = std::pin::pin!(futures::future::join_all((0..OF_ONE).map(begin)));
+        let mut one = std::pin::pin!(futures::future::join_all(
+            (0..MAX_REVIEWS_PER_ADDRESS).map(begin)
+        ));
         assert!(futures::poll!(one.as_mut()).is_pending());
         // The first address has reached its limit; other addresses are not affected.
         for (address, expected) in [(0, 429), (1, 401)] {
@@ -451,7 +472,7 @@ mod tests {
                 _ => assert!(futures::poll!(new.as_mut()).is_pending()),
             }
         }
-        let rest = (OF_ONE..tokens.len()).map(begin);
+        let rest = (MAX_REVIEWS_PER_ADDRESS..tokens.len()).map(begin);
         let mut flood = std::pin::pin!(futures::future::join_all(rest));
         assert!(futures::poll!(flood.as_mut()).is_pending());
         assert_eq!(
@@ -543,6 +564,6 @@ mod tests {
                 401
             );
         }
-        assert_eq!(fixed.asked.load(Ordering::Relaxed), 3, "one review each");
+        assert_eq!(fixed.requests.load(Ordering::Relaxed), 3, "one review each");
     }
 }

@@ -250,7 +250,7 @@ impl<'a> Disks<'a> {
 fn requests(out: &mut Writer, all: &[Shown<'_>], disks: &Disks<'_>) {
     for (name, help, kind, of_disk) in REQUESTS {
         out.family((name, "counter", help), all, true, |s, sample| {
-            let mut told = vec![];
+            let mut reported = vec![];
             for disk in &s.usage.disks {
                 let counted = if of_disk.is_none() {
                     &disk.bytes
@@ -261,14 +261,14 @@ fn requests(out: &mut Writer, all: &[Shown<'_>], disks: &Disks<'_>) {
                     let value = counted.iter().find(|(of, _)| *of == kind);
                     let device = disks.name(disk.device);
                     sample(&[("device", device)], value.map_or(0.0, |v| v.1 as f64));
-                    told.push(device);
+                    reported.push(device);
                 }
             }
             // A filesystem directly on a disk would have the same labels as the disk above.
             let rest = s
                 .filesystems
                 .iter()
-                .filter(|f| !told.contains(&f.device.as_str()));
+                .filter(|f| !reported.contains(&f.device.as_str()));
             for f in rest {
                 if let Some(get) = of_disk {
                     let value = disks.below(&f.device).map_or(0.0, get);
@@ -460,7 +460,8 @@ pub async fn cadvisor(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     let snapshot = figures::snapshot(server, Depth::All)
         .await
         .map_err(broken)?;
-    let image = match tokio::time::timeout(figures::PATIENCE, server.of_images()).await {
+    let image = match tokio::time::timeout(figures::RUNTIME_TIMEOUT, server.image_settings()).await
+    {
         Ok(Ok((_, image))) => image.clone(),
         Ok(Err(error)) => {
             tracing::debug!(%error, "cannot read the sandbox image from the runtime");

@@ -32,7 +32,7 @@ const STDIN: &str = "stdin";
 const STDOUT: &str = "stdout";
 const STDERR: &str = "stderr";
 /// Size of an output buffer, in bytes.
-const PIECE: usize = 32 << 10;
+const BUFFER_SIZE: usize = 32 << 10;
 /// Size limit of one terminal size in JSON, in bytes.
 const MAX_SIZE_LENGTH: usize = 4 << 10;
 /// Back-off between attempts to delete a command.
@@ -70,7 +70,7 @@ pub(super) async fn session(
             return Ok(None);
         }
     };
-    let run = move |client| conduct(prepared, fifos, command, streams.tty, client);
+    let run = move |client| run_session(prepared, fifos, command, streams.tty, client);
     Ok(Some(serve_command(channels_of(streams), run)))
 }
 
@@ -102,7 +102,7 @@ async fn create_fifos(
 }
 
 /// Runs a command with its client's streams, and sends its exit status.
-async fn conduct(
+async fn run_session(
     prepared: PreparedExec,
     fifos: Fifos,
     command: Vec<String>,
@@ -113,7 +113,7 @@ async fn conduct(
     let ended = run(&prepared, &fifos, tty, client).await;
     if let Err(error) = prepared.process.delete().await {
         tracing::warn!(%error, container = prepared.process.container(), "deleting an exited command failed; retrying");
-        tokio::spawn(outlive(prepared.process, fifos));
+        tokio::spawn(delete_when_exited(prepared.process, fifos));
     }
     let status = command_status(&command, &ended);
     let sent = output.send(OutputKind::Status, status.as_bytes(), true);
@@ -153,7 +153,7 @@ async fn run(
         let input = feed(process, fifos, tty, input);
         tokio::join!(input, resize(process, sizes));
     };
-    attend(process, inward, readers, Some(output), &gone).await
+    copy_streams(process, inward, readers, Some(output), &gone).await
 }
 
 /// The agent's ends of a command's outputs.
@@ -174,7 +174,7 @@ impl Readers {
 
 /// Copies the streams of a running command until it exits and its outputs are closed. If other processes keep the
 /// outputs open, the session lasts until the client disconnects, as with containerd.
-async fn attend(
+async fn copy_streams(
     process: &ExecProcess,
     inward: impl Future<Output = ()>,
     readers: Readers,
@@ -240,7 +240,7 @@ async fn copy_input(fifos: &Fifos, mut input: mpsc::Receiver<Vec<u8>>) -> std::i
 /// Copies a command's output to the client. After the client has disconnected, output
 /// is discarded, so that the command can continue.
 async fn forward(mut from: PipeReader, mut to: Option<Output>, kind: OutputKind) {
-    let mut piece = vec![0; PIECE];
+    let mut piece = vec![0; BUFFER_SIZE];
     loop {
         let length = match from.read(&mut piece).await {
             Ok(0) => break,
@@ -309,10 +309,10 @@ async fn resize(process: &ExecProcess, mut sizes: mpsc::Receiver<Vec<u8>>) {
 }
 
 /// Waits until a command without a client exits, and deletes it. Retries until containerd answers.
-async fn outlive(process: ExecProcess, fifos: Fifos) {
+async fn delete_when_exited(process: ExecProcess, fifos: Fifos) {
     let mut retries = RETRIES;
     loop {
-        match tidy(&process, &fifos).await {
+        match wait_and_delete(&process, &fifos).await {
             Ok(()) => return,
             Err(error) => {
                 tracing::debug!(
@@ -326,7 +326,7 @@ async fn outlive(process: ExecProcess, fifos: Fifos) {
     }
 }
 
-async fn tidy(process: &ExecProcess, fifos: &Fifos) -> Result<(), String> {
+async fn wait_and_delete(process: &ExecProcess, fifos: &Fifos) -> Result<(), String> {
     if process.is_running().await.map_err(|e| e.to_string())? {
         let tty = !fifos.path(STDERR).exists();
         let readers = Readers::open(fifos, tty).map_err(|e| e.to_string())?;
@@ -336,7 +336,7 @@ async fn tidy(process: &ExecProcess, fifos: &Fifos) -> Result<(), String> {
             let ended = mpsc::channel(1).1;
             feed(process, fifos, tty, ended).await;
         };
-        attend(process, inward, readers, None, &gone).await?;
+        copy_streams(process, inward, readers, None, &gone).await?;
     }
     process.delete().await.map_err(|e| e.to_string())
 }
@@ -357,7 +357,7 @@ pub(super) fn adopt_leftovers(context: &Arc<Context>) {
     for (name, fifos) in left {
         // A directory with another name is removed when `fifos` is dropped.
         if let Some((container, id)) = name.rsplit_once('.') {
-            tokio::spawn(outlive(tasks.find(container, id), fifos));
+            tokio::spawn(delete_when_exited(tasks.find(container, id), fifos));
         }
     }
 }

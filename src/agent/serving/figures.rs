@@ -29,15 +29,15 @@ use crate::sys::machine::Room;
 use crate::sys::meter::{self, Processes, Whole};
 
 /// How long a measurement is reused.
-const FRESH: Duration = Duration::from_secs(1);
+const SNAPSHOT_TTL: Duration = Duration::from_secs(1);
 /// How long a cgroup's settings are reused, at least and at most: spread, so that they are not all read at once.
-const SET: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(60));
+const SETTINGS_TTL: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(60));
 /// How long a pod's disk usage is reused, as it is expensive to measure.
-const COUNTED: Duration = Duration::from_secs(60);
+const DISK_USAGE_TTL: Duration = Duration::from_secs(60);
 /// Maximum time to wait for a measurement of disk usage; a later result is available to the next request.
 const COUNT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum time to wait for the runtime's list of containers if an earlier list is available.
-pub const PATIENCE: Duration = Duration::from_secs(2);
+pub const RUNTIME_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A running container.
 #[derive(Debug, Clone)]
@@ -187,7 +187,7 @@ type Dated = (Instant, Arc<Snapshot>);
 
 /// The stored measurements.
 #[derive(Default)]
-pub struct Figures {
+pub struct Measurements {
     /// The last measurement, and an earlier one that is old enough to compute a rate.
     last: Mutex<(Option<Dated>, Option<Dated>)>,
     /// The settings of cgroups.
@@ -209,11 +209,11 @@ struct Running(std::sync::Mutex<Option<Vec<RunningContainer>>>);
 impl Running {
     /// Returns the runtime's current list. If the runtime fails or is slow, returns the previous list,
     /// as containers run independently of the runtime.
-    async fn ask(
+    async fn refresh(
         &self,
-        asked: impl Future<Output = Result<Vec<RunningContainer>, RuntimeError>>,
+        request: impl Future<Output = Result<Vec<RunningContainer>, RuntimeError>>,
     ) -> Result<Vec<RunningContainer>, RuntimeError> {
-        let answer = tokio::time::timeout(PATIENCE, asked).await;
+        let answer = tokio::time::timeout(RUNTIME_TIMEOUT, request).await;
         let answer = answer.unwrap_or_else(|_| {
             Err(RuntimeError {
                 kind: RuntimeErrorKind::Timeout,
@@ -231,11 +231,11 @@ impl Running {
 
 /// The running containers, or those of the runtime's last answer.
 pub async fn running(server: &Server) -> Result<Vec<RunningContainer>, RuntimeError> {
-    let asked = server.context.runtime.running();
-    server.figures.running.ask(asked).await
+    let request = server.context.runtime.running();
+    server.figures.running.refresh(request).await
 }
 
-impl Figures {
+impl Measurements {
     /// The measured volumes of claims. Starts no measurement.
     pub fn known_volumes(&self) -> Vec<VolumeFigures> {
         let all = lock(&self.disks);
@@ -284,7 +284,7 @@ fn began(pod: &Pod, container: &str) -> Option<Timestamp> {
 pub async fn snapshot(server: &Arc<Server>, depth: Depth) -> Result<Arc<Snapshot>, RuntimeError> {
     let mut kept = server.figures.last.lock().await;
     if let Some((at, known)) = kept.0.clone() {
-        if at.elapsed() >= FRESH {
+        if at.elapsed() >= SNAPSHOT_TTL {
             kept.1 = Some((at, known));
         } else if known.depth >= depth {
             return Ok(known);
@@ -322,7 +322,9 @@ impl Meter {
             let turn = u32::try_from(now.len() % 16).unwrap_or(0);
             let settings = texts.iter().filter(|(file, _)| is_setting(file));
             Settings {
-                until: Instant::now() + SET.0 + (SET.1 - SET.0) * turn / 16,
+                until: Instant::now()
+                    + SETTINGS_TTL.0
+                    + (SETTINGS_TTL.1 - SETTINGS_TTL.0) * turn / 16,
                 depth: self.depth,
                 texts: settings.map(|(f, text)| (*f, text.clone())).collect(),
             }
@@ -338,21 +340,21 @@ impl Meter {
 
     fn container(
         &self,
-        told: &Pod,
+        status_object: &Pod,
         place: String,
         c: RunningContainer,
     ) -> Option<ContainerFigures> {
         let usage = self.usage(&place)?;
-        let status = logs::status(told, &c.name).map(|s| s.image.clone());
+        let status = logs::status(status_object, &c.name).map(|s| s.image.clone());
         let status = status.filter(|image| !image.is_empty());
         let spec = || {
-            let all = pod::containers(told);
+            let all = pod::containers(status_object);
             let of_spec = all.iter().find(|(_, known)| known.name == c.name);
             of_spec.and_then(|(_, known)| known.image.clone())
         };
         Some(ContainerFigures {
             rate: self.rate(&place, &usage),
-            started: began(told, &c.name),
+            started: began(status_object, &c.name),
             processes: self.processes(&place),
             image: status.or_else(spec).unwrap_or_default(),
             name: c.name,
@@ -371,7 +373,7 @@ impl Meter {
     }
 
     fn pod(&self, place: Placed) -> PodFigures {
-        let told = place.known.told();
+        let status_object = place.known.status_object();
         let (id, cgroup) = place.sandbox;
         let own_network = !pod::host_network(&place.known.pod);
         let known = cgroup.as_deref();
@@ -384,7 +386,8 @@ impl Meter {
             cgroup,
         };
         let containers = place.containers.into_iter();
-        let containers = containers.filter_map(|(place, c)| self.container(told, place, c));
+        let containers =
+            containers.filter_map(|(place, c)| self.container(status_object, place, c));
         let containers: Vec<ContainerFigures> = containers.collect();
         let (usage, rate) = match &place.cgroup {
             Some(cgroup) => {
@@ -399,7 +402,7 @@ impl Meter {
         };
         PodFigures {
             rate,
-            started: told
+            started: status_object
                 .status
                 .as_ref()
                 .and_then(|s| s.start_time.as_ref())
@@ -566,11 +569,13 @@ pub async fn disks(server: &Arc<Server>, pods: &[PodFigures]) -> HashMap<String,
             );
             tasks.push(tokio::spawn(async move {
                 let mut known = disk.lock().await;
-                if let Some((_, figures)) = known.as_ref().filter(|(at, _)| at.elapsed() < COUNTED)
+                if let Some((_, figures)) = known
+                    .as_ref()
+                    .filter(|(at, _)| at.elapsed() < DISK_USAGE_TTL)
                 {
                     return (pod::uid(&pod).to_owned(), figures.clone());
                 }
-                let fresh = count(&server, &pod, &layers).await;
+                let fresh = measure_disk(&server, &pod, &layers).await;
                 *known = Some((Instant::now(), fresh.clone()));
                 (pod::uid(&pod).to_owned(), fresh)
             }));
@@ -586,7 +591,11 @@ pub async fn disks(server: &Arc<Server>, pods: &[PodFigures]) -> HashMap<String,
     found
 }
 
-async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &OnceCell<Layers>) -> DiskFigures {
+async fn measure_disk(
+    server: &Arc<Server>,
+    pod: &Arc<Pod>,
+    layers: &OnceCell<Layers>,
+) -> DiskFigures {
     let context = &server.context;
     let layers = layers
         .get_or_init(|| async { context.runtime.layers().await.unwrap_or_default() })
@@ -672,14 +681,17 @@ mod tests {
             sandbox: "s".into(),
         };
         let running = Running::default();
-        assert_eq!(running.ask(async { Err(failed()) }).await, Err(failed()));
-        let silent = running.ask(std::future::pending()).await;
+        assert_eq!(
+            running.refresh(async { Err(failed()) }).await,
+            Err(failed())
+        );
+        let silent = running.refresh(std::future::pending()).await;
         assert!(silent.is_err_and(|e| e.kind == RuntimeErrorKind::Timeout));
-        let said: Result<_, RuntimeError> = Ok(vec![one]);
-        assert_eq!(running.ask(async { said.clone() }).await, said);
-        assert_eq!(running.ask(async { Err(failed()) }).await, said);
-        assert_eq!(running.ask(std::future::pending()).await, said);
-        assert_eq!(running.ask(async { Ok(vec![]) }).await, Ok(vec![]));
-        assert_eq!(running.ask(async { Err(failed()) }).await, Ok(vec![]));
+        let listed: Result<_, RuntimeError> = Ok(vec![one]);
+        assert_eq!(running.refresh(async { listed.clone() }).await, listed);
+        assert_eq!(running.refresh(async { Err(failed()) }).await, listed);
+        assert_eq!(running.refresh(std::future::pending()).await, listed);
+        assert_eq!(running.refresh(async { Ok(vec![]) }).await, Ok(vec![]));
+        assert_eq!(running.refresh(async { Err(failed()) }).await, Ok(vec![]));
     }
 }

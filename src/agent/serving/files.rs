@@ -10,8 +10,8 @@ use crate::https::TlsFiles;
 /// Whether the serving certificate is requested from the API and was not issued yet.
 pub(super) fn is_awaited(config: &Config) -> bool {
     let serving = &config.serving;
-    let asked = serving.certificate.is_none() && serving.asks_for_certificate;
-    asked && !Pair::serving(&config.cert_dir).current().exists()
+    let is_requested = serving.certificate.is_none() && serving.asks_for_certificate;
+    is_requested && !Pair::serving(&config.cert_dir).current().exists()
 }
 
 /// The TLS files. Creates a self-signed certificate if the configuration names none.

@@ -70,8 +70,8 @@ mod tests {
             let plain = "one 1\n".repeat(1000);
             let answer = compressed(&headers, text(StatusCode::OK, plain.clone())).await;
             let answer = answer.expect("an answer");
-            let said = answer.headers().get(CONTENT_ENCODING).is_some();
-            assert_eq!(said, packed, "{accepted:?}");
+            let is_encoded = answer.headers().get(CONTENT_ENCODING).is_some();
+            assert_eq!(is_encoded, packed, "{accepted:?}");
             let bytes = answer
                 .into_body()
                 .collect()

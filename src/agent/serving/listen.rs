@@ -45,7 +45,7 @@ impl Part {
 
 /// The state of the agent's HTTP API.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Tried {
+pub struct ServingState {
     /// Whether the main server is served or has failed.
     main: bool,
     /// Why servers are not served.
@@ -54,7 +54,7 @@ pub struct Tried {
 
 /// Why servers of the agent's HTTP API are not served.
 #[derive(Debug, Default)]
-pub struct Unserved(watch::Sender<Tried>);
+pub struct Unserved(watch::Sender<ServingState>);
 
 impl Unserved {
     /// Why the node is not ready because of them, in the order of [`Part`].
@@ -68,19 +68,19 @@ impl Unserved {
 
     /// Watches the state of the servers.
     #[must_use]
-    pub fn changes(&self) -> watch::Receiver<Tried> {
+    pub fn changes(&self) -> watch::Receiver<ServingState> {
         self.0.subscribe()
     }
 
     /// Waits until the main server is served or has failed, or is not required yet.
-    pub async fn is_tried(&self) {
+    pub async fn wait_until_tried(&self) {
         let mut known = self.0.subscribe();
         // This object owns the sender, so the wait cannot fail.
         let _ = known.wait_for(|known| known.main).await;
     }
 
     /// Records that the main server is served, or is not required yet.
-    pub(super) fn settle(&self) {
+    pub(super) fn mark_tried(&self) {
         self.0
             .send_if_modified(|known| !std::mem::replace(&mut known.main, true));
     }
@@ -102,7 +102,7 @@ impl Unserved {
 }
 
 /// Retries with back-off until it succeeds. A failure after [`GRACE`] is recorded and reported once.
-async fn until<T, A: Future<Output = Result<T, String>>>(
+async fn retry_until_served<T, A: Future<Output = Result<T, String>>>(
     unserved: &Unserved,
     part: Part,
     log: impl Fn(&str),
@@ -156,12 +156,16 @@ async fn bind(part: Part, address: SocketAddr) -> Result<TcpListener, String> {
 }
 
 /// Listens on a port, and retries until it succeeds. Other tasks of the agent continue meanwhile.
-pub(super) async fn on(context: &Context, part: Part, address: SocketAddr) -> TcpListener {
+pub(super) async fn bind_with_retries(
+    context: &Context,
+    part: Part,
+    address: SocketAddr,
+) -> TcpListener {
     let unserved = &context.unserved;
-    let told = |why: &str| log(context, part, why);
-    let listener = until(unserved, part, told, || bind(part, address)).await;
+    let report = |why: &str| log(context, part, why);
+    let listener = retry_until_served(unserved, part, report, || bind(part, address)).await;
     if part == Part::Main {
-        unserved.settle();
+        unserved.mark_tried();
     }
     listener
 }
@@ -169,10 +173,10 @@ pub(super) async fn on(context: &Context, part: Part, address: SocketAddr) -> Tc
 /// Waits for the TLS files. A node whose serving certificate is not approved yet is ready, as with the kubelet: the
 /// approver may run in a pod of this node.
 pub(super) async fn tls(context: &Context, protocol: &Protocol) -> Arc<Tls> {
-    let mut said = false;
+    let mut is_reported = false;
     while files::is_awaited(&context.config) {
-        context.unserved.settle();
-        if !std::mem::replace(&mut said, true) {
+        context.unserved.mark_tried();
+        if !std::mem::replace(&mut is_reported, true) {
             tracing::warn!(
                 "the agent's HTTP API has no serving certificate yet: the agent requests it when the node has an address, and the CertificateSigningRequest must be approved"
             );
@@ -188,7 +192,7 @@ pub(super) async fn tls(context: &Context, protocol: &Protocol) -> Arc<Tls> {
         let refused = |e| format!("{} cannot be served: {e}", part.name());
         std::future::ready(tls.map_err(refused))
     };
-    until(
+    retry_until_served(
         &context.unserved,
         part,
         |why| log(context, part, why),
@@ -205,14 +209,14 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_port_in_use_is_reported_once_and_cleared_later() {
         let unserved = Unserved::default();
-        let (began, told) = (Instant::now(), RefCell::new(vec![]));
+        let (began, reports) = (Instant::now(), RefCell::new(vec![]));
         // The port is in use for twelve seconds.
         let attempt = || {
             let is_free = began.elapsed() >= Duration::from_secs(12);
             std::future::ready(if is_free { Ok(()) } else { Err("taken".into()) })
         };
-        let tell = |why: &str| told.borrow_mut().push((began.elapsed(), why.to_owned()));
-        let looks = async {
+        let report = |why: &str| reports.borrow_mut().push((began.elapsed(), why.to_owned()));
+        let checks = async {
             let mut seen = vec![];
             for millis in [900_u64, 1500, 11_000] {
                 let at = began + Duration::from_millis(millis);
@@ -221,12 +225,18 @@ mod tests {
             }
             seen
         };
-        let ((), seen) = tokio::join!(until(&unserved, Part::Main, tell, attempt), looks);
+        let ((), seen) = tokio::join!(
+            retry_until_served(&unserved, Part::Main, report, attempt),
+            checks
+        );
         assert_eq!(seen, [vec![], vec!["taken"], vec!["taken"]]);
-        unserved.is_tried().await;
-        let told = told.into_inner();
-        assert_eq!(told.len(), 1, "{told:?}");
-        assert!(told[0].0 >= GRACE && told[0].0 < GRACE * 2, "{told:?}");
+        unserved.wait_until_tried().await;
+        let reports = reports.into_inner();
+        assert_eq!(reports.len(), 1, "{reports:?}");
+        assert!(
+            reports[0].0 >= GRACE && reports[0].0 < GRACE * 2,
+            "{reports:?}"
+        );
         assert_eq!(unserved.problems(), Vec::<String>::new());
     }
 
@@ -238,8 +248,8 @@ mod tests {
             let is_free = began.elapsed() >= Duration::from_millis(900);
             std::future::ready(if is_free { Ok(()) } else { Err("taken".into()) })
         };
-        let told = |why: &str| panic!("{why}");
-        until(&unserved, Part::Main, told, attempt).await;
+        let report = |why: &str| panic!("{why}");
+        retry_until_served(&unserved, Part::Main, report, attempt).await;
         assert!(began.elapsed() < GRACE);
         assert!(!unserved.changes().has_changed().unwrap_or(true));
     }

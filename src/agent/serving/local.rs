@@ -21,9 +21,9 @@ use crate::sys::link;
 /// The socket's name, below the root directory.
 pub const SOCKET: &str = "holdfast.sock";
 /// Limit for parallel connections; further ones wait.
-const AT_ONCE: usize = 8;
+const MAX_CONNECTIONS: usize = 8;
 /// Timeout for an answer, including the removal of images.
-const ANSWERING: Duration = Duration::from_secs(600);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Serves until the process exits. If the socket cannot be created, the agent runs without it.
 pub async fn run(context: Arc<Context>) {
@@ -45,19 +45,19 @@ pub async fn run(context: Arc<Context>) {
             let serve = hyper::server::conn::http1::Builder::new()
                 .serve_connection(TokioIo::new(stream), service);
             // Does not block on a client that has stopped reading.
-            if tokio::time::timeout(ANSWERING, serve).await.is_err() {
+            if tokio::time::timeout(ANSWER_TIMEOUT, serve).await.is_err() {
                 tracing::debug!("a request on the local socket timed out");
             }
         }
     };
-    link::serve(listener, AT_ONCE, serve).await;
+    link::serve(listener, MAX_CONNECTIONS, serve).await;
 }
 
 /// The runtime's pulls in progress; `None` if the runtime does not report them.
 async fn fetching(context: &Context) -> Option<Fetching> {
     match context.runtime.fetching().await {
         Ok(fetching) => Some(Fetching {
-            pulls: context.images.under_way(),
+            pulls: context.images.pulls_in_progress(),
             ..fetching
         }),
         Err(error) => {
@@ -98,7 +98,7 @@ fn record(context: &Context, namespace: &str, name: &str) -> Option<Answer> {
 type Answer = serde_json::Result<String>;
 
 async fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full<Bytes>> {
-    let say = |status: StatusCode, text: String| {
+    let respond = |status: StatusCode, text: String| {
         let mut response = Response::new(Full::from(text));
         *response.status_mut() = status;
         response
@@ -112,12 +112,12 @@ async fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full
         let text = report.map_err(|e| e.to_string());
         let text = text.and_then(|r| serde_json::to_string(&r).map_err(|e| e.to_string()));
         return match text {
-            Ok(text) => say(StatusCode::OK, text),
-            Err(error) => say(StatusCode::INTERNAL_SERVER_ERROR, error),
+            Ok(text) => respond(StatusCode::OK, text),
+            Err(error) => respond(StatusCode::INTERNAL_SERVER_ERROR, error),
         };
     }
     let [question @ ("explain" | "record"), namespace, name] = parts.as_slice() else {
-        return say(
+        return respond(
             StatusCode::NOT_FOUND,
             "unknown path: use /explain/NAMESPACE/NAME, /record/NAMESPACE/NAME or /gc".into(),
         );
@@ -127,14 +127,14 @@ async fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full
         _ => record(context, namespace, name),
     };
     match answer {
-        Some(Ok(text)) => say(StatusCode::OK, text),
-        Some(Err(error)) => say(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+        Some(Ok(text)) => respond(StatusCode::OK, text),
+        Some(Err(error)) => respond(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
         None => {
             let node = &context.config.node_name;
             let text = format!(
                 "the agent of node {node} knows no pod {namespace}/{name}: find the pod's node with `kubectl get pod -o wide`"
             );
-            say(StatusCode::NOT_FOUND, text)
+            respond(StatusCode::NOT_FOUND, text)
         }
     }
 }

@@ -28,13 +28,13 @@ use crate::https::{Body, BoxError, text};
 use crate::sys::watch::Changes;
 
 /// Limit for pieces that wait for a slow client.
-const AHEAD: usize = 2;
+const MAX_QUEUED_PIECES: usize = 2;
 /// Maximum time between reads of a log without changes, and between checks whether its container is running.
-const LOOK: (Duration, Duration) = (Duration::from_secs(5), Duration::from_millis(500));
+const POLL_INTERVALS: (Duration, Duration) = (Duration::from_secs(5), Duration::from_millis(500));
 /// How long to wait for writes of the runtime to a log that was rotated.
-const REST: Duration = Duration::from_millis(50);
+const ROTATION_DELAY: Duration = Duration::from_millis(50);
 /// Output of a container within this time is sent together.
-const TOGETHER: Duration = Duration::from_millis(10);
+const COALESCE_TIME: Duration = Duration::from_millis(10);
 
 /// The container instance of a log.
 #[derive(Debug, PartialEq, Eq)]
@@ -62,41 +62,50 @@ pub(super) fn status<'a>(pod: &'a Pod, container: &str) -> Option<&'a ContainerS
 /// The instance that a status reports as the last one. While a container waits for its restart this is the
 /// newest one, and the runtime may have no other.
 fn last<'a>(
-    told: Option<&ContainerStatus>,
+    container_status: Option<&ContainerStatus>,
     observed: &'a ObservedPod,
     newest: Option<&'a Container>,
 ) -> Option<&'a Container> {
-    let told = told?;
-    let ended = told.last_state.as_ref().and_then(|s| s.terminated.as_ref());
+    let container_status = container_status?;
+    let ended = container_status
+        .last_state
+        .as_ref()
+        .and_then(|s| s.terminated.as_ref());
     let id = ended
         .and_then(|t| t.container_id.as_deref())
         .and_then(|id| id.split_once("://"));
     let named = id.and_then(|(_, id)| observed.containers.iter().find(|c| c.id == id));
-    let waits = told.state.as_ref().is_some_and(|s| s.waiting.is_some());
+    let waits = container_status
+        .state
+        .as_ref()
+        .is_some_and(|s| s.waiting.is_some());
     named.or(newest.filter(|c| waits && c.state == ContainerState::Exited))
 }
 
 /// The id of the log's instance, from the status alone, in the kubelet's order and words
 /// (`validateContainerLogStatus`). `None` for a terminated instance with an unknown id.
 fn published_id(
-    told: Option<&ContainerStatus>,
+    container_status: Option<&ContainerStatus>,
     name: &str,
     container: &str,
     previous: bool,
 ) -> Result<Option<String>, String> {
     let about = format!("container {container:?} in pod {name:?}");
-    let told = told.ok_or_else(|| format!("{about} is not available"))?;
+    let container_status = container_status.ok_or_else(|| format!("{about} is not available"))?;
     let id = |id: Option<&String>| id.filter(|id| !id.is_empty()).cloned();
-    let of_last = told.last_state.as_ref().and_then(|s| s.terminated.as_ref());
+    let of_last = container_status
+        .last_state
+        .as_ref()
+        .and_then(|s| s.terminated.as_ref());
     let last = id(of_last.and_then(|t| t.container_id.as_ref()));
-    let state = told.state.as_ref();
+    let state = container_status.state.as_ref();
     let ended = state.and_then(|s| s.terminated.as_ref());
     if previous {
         let missing = || format!("previous terminated {about} not found");
         return last.map(Some).ok_or_else(missing);
     }
     if state.is_some_and(|s| s.running.is_some()) {
-        return Ok(id(told.container_id.as_ref()));
+        return Ok(id(container_status.container_id.as_ref()));
     }
     if let Some(ended) = ended {
         return Ok(id(ended.container_id.as_ref()).or(last));
@@ -123,7 +132,7 @@ fn unavailable(id: Option<&str>, name: &str, container: &str) -> String {
     }
 }
 
-fn bad(why: String) -> Refusal {
+fn bad_request(why: String) -> Refusal {
     Refusal(StatusCode::BAD_REQUEST, why)
 }
 
@@ -135,9 +144,9 @@ fn instance(
     previous: bool,
 ) -> Result<Instance, Refusal> {
     let (newest, before) = observed.latest_two(container);
-    let told = status(known.told(), container);
+    let container_status = status(known.status_object(), container);
     let begun = match previous {
-        true => last(told, observed, newest).or(before),
+        true => last(container_status, observed, newest).or(before),
         false => newest
             .filter(|c| c.state != ContainerState::Created)
             .or(before),
@@ -153,13 +162,13 @@ fn instance(
     let name = known.pod.name_any();
     // The status may be older than the runtime's answer.
     let nothing = ContainerStatus::default();
-    let told = told.or(newest.map(|_| &nothing));
-    let id = published_id(told, &name, container, previous).map_err(bad)?;
+    let container_status = container_status.or(newest.map(|_| &nothing));
+    let id = published_id(container_status, &name, container, previous).map_err(bad_request)?;
     let why = unavailable(id.as_deref(), &name, container);
     if previous {
-        return Err(bad(why));
+        return Err(bad_request(why));
     }
-    let count = told.map_or(0, |told| told.restart_count);
+    let count = container_status.map_or(0, |container_status| container_status.restart_count);
     Ok(Instance {
         attempt: u32::try_from(count).unwrap_or(0),
         running: None,
@@ -187,7 +196,7 @@ fn find(server: &Server, place: &Place) -> Result<Known, Refusal> {
 }
 
 /// `GET /containerLogs/…`.
-pub async fn of_container(
+pub async fn serve_container_log(
     server: &Arc<Server>,
     place: &Place,
     query: &str,
@@ -200,9 +209,14 @@ pub async fn of_container(
         Ok(observed) => observed,
         Err(error) => {
             tracing::debug!(%error, container, "cannot read a log: the runtime does not answer");
-            let told = status(known.told(), container);
-            let id = published_id(told, &place.pod, container, options.previous).map_err(bad)?;
-            return Err(bad(unavailable(id.as_deref(), &place.pod, container)));
+            let container_status = status(known.status_object(), container);
+            let id = published_id(container_status, &place.pod, container, options.previous)
+                .map_err(bad_request)?;
+            return Err(bad_request(unavailable(
+                id.as_deref(),
+                &place.pod,
+                container,
+            )));
         }
     };
     let instance = instance(&known, &observed, container, options.previous)?;
@@ -212,9 +226,9 @@ pub async fn of_container(
     let opened = blocking(move || Ok(LogFile::open(&whole, &name, tail)?)).await;
     let log = opened.map_err(|e| {
         let open = || format!("failed to open log file {path:?}: {e}");
-        bad(instance.forgotten.unwrap_or_else(open))
+        bad_request(instance.forgotten.unwrap_or_else(open))
     })?;
-    let (sender, pieces) = mpsc::channel(AHEAD);
+    let (sender, pieces) = mpsc::channel(MAX_QUEUED_PIECES);
     let decoder = Decoder::new(&options);
     let decoder = match log.tail() {
         Some(start) => decoder.beginning(start),
@@ -251,7 +265,7 @@ struct Following {
 
 impl Following {
     /// Whether more output may follow. An unknown state counts as running.
-    async fn goes_on(&self) -> bool {
+    async fn may_continue(&self) -> bool {
         let Some(id) = &self.id else { return false };
         match self.context.runtime.observe(&self.uid).await {
             Ok(pod) => pod
@@ -298,7 +312,7 @@ async fn read_to_end(
         }
         match next {
             Next::Same if piece.is_empty() => return Some(log),
-            Next::Ending => tokio::time::sleep(REST).await,
+            Next::Ending => tokio::time::sleep(ROTATION_DELAY).await,
             Next::Same | Next::Another => {}
         }
     }
@@ -311,9 +325,9 @@ async fn read(
     follow: Option<Following>,
     to: mpsc::Sender<Bytes>,
 ) {
-    let mut asked: Option<Instant> = None;
+    let mut last_check: Option<Instant> = None;
     // Whether there was output since the last check of the container.
-    let mut news = true;
+    let mut has_new_output = true;
     let mut ended = false;
     // Watched before reading: later writes end the wait below.
     let mut changes = follow.as_ref().map(|f| Changes::with_writes(&f.dir));
@@ -330,14 +344,18 @@ async fn read(
             }
             return;
         };
-        let soon = asked
-            .map(|at| LOOK.1.saturating_sub(at.elapsed()))
+        let soon = last_check
+            .map(|at| POLL_INTERVALS.1.saturating_sub(at.elapsed()))
             .filter(|left| !left.is_zero());
-        let limit = soon.unwrap_or(if news { LOOK.1 } else { LOOK.0 });
+        let limit = soon.unwrap_or(if has_new_output {
+            POLL_INTERVALS.1
+        } else {
+            POLL_INTERVALS.0
+        });
         if soon.is_none() {
-            news = false;
-            asked = Some(Instant::now());
-            if !follow.goes_on().await {
+            has_new_output = false;
+            last_check = Some(Instant::now());
+            if !follow.may_continue().await {
                 // Read again: the container may have written after the last read.
                 ended = true;
                 continue;
@@ -346,8 +364,8 @@ async fn read(
         let begun = Instant::now();
         tokio::select! {
             () = changes.next(limit) => {
-                news |= begun.elapsed() < limit;
-                tokio::time::sleep(TOGETHER).await;
+                has_new_output |= begun.elapsed() < limit;
+                tokio::time::sleep(COALESCE_TIME).await;
             }
             () = to.closed() => return,
         }
@@ -355,12 +373,12 @@ async fn read(
 }
 
 /// `GET /logs/…`: a file of the node's log directory, or the list of a directory.
-pub async fn of_node(path: &str) -> Result<Response<Body>, Refusal> {
+pub async fn serve_node_log(path: &str) -> Result<Response<Body>, Refusal> {
     below(path, true).await
 }
 
 /// Serves a file, but no directories.
-pub async fn of_file(path: &str) -> Result<Response<Body>, Refusal> {
+pub async fn serve_file(path: &str) -> Result<Response<Body>, Refusal> {
     below(path, false).await
 }
 
@@ -389,7 +407,7 @@ async fn below(path: &str, lists: bool) -> Result<Response<Body>, Refusal> {
                 .collect::<String>(),
         )),
         Ok(mut file) => {
-            let (sender, pieces) = mpsc::channel(AHEAD);
+            let (sender, pieces) = mpsc::channel(MAX_QUEUED_PIECES);
             tokio::spawn(async move {
                 loop {
                     let took = blocking(move || {
@@ -456,7 +474,7 @@ mod tests {
     #[test]
     fn the_previous_instance_is_the_one_in_the_status() {
         use ContainerState::{Exited, Running};
-        let told = |state: Value, last: Value| {
+        let with_status = |state: Value, last: Value| {
             known(
                 json!({"containerStatuses": [{"name": "c", "ready": false, "restartCount": 2, "image": "", "imageID": "", "state": state, "lastState": last}]}),
             )
@@ -482,7 +500,12 @@ mod tests {
             (&ended("containerd://id0"), json!({}), &[(0, Exited)], None),
             (&waiting, json!({}), &[], None),
         ] {
-            let chosen = instance(&told(state.clone(), last), &observed(observed_), "c", true);
+            let chosen = instance(
+                &with_status(state.clone(), last),
+                &observed(observed_),
+                "c",
+                true,
+            );
             assert_eq!(chosen.ok().map(|i| i.attempt), expected, "{state}");
         }
     }
@@ -542,18 +565,21 @@ runs/x:1 previous no unable to retrieve container logs for x:1";
         for case in WITHOUT_LOGS.lines().skip(1) {
             let words: Vec<&str> = case.splitn(4, ' ').collect();
             let (now, last) = words[0].split_once('/').expect("two states");
-            let told = json!({"name": "c", "ready": false, "restartCount": 3, "image": "", "imageID": "", "containerID": "x:own", "state": state(now), "lastState": state(last)});
-            let pod = known(json!({"containerStatuses": [told]}));
+            let container_status = json!({"name": "c", "ready": false, "restartCount": 3, "image": "", "imageID": "", "containerID": "x:own", "state": state(now), "lastState": state(last)});
+            let pod = known(json!({"containerStatuses": [container_status]}));
             let why = words[3].replace('#', about);
             let expected = match words[2] {
                 "yes" => Ok((3, Some(why))),
-                _ => Err(bad(why)),
+                _ => Err(bad_request(why)),
             };
             let chosen = instance(&pod, &observed(&[]), "c", words[1] == "previous");
             let chosen = chosen.map(|i| (i.attempt, i.forgotten));
             assert_eq!(chosen, expected, "{case}");
         }
         let unknown = instance(&known(Value::Null), &observed(&[]), "c", false);
-        assert_eq!(unknown, Err(bad(format!("{about} is not available"))));
+        assert_eq!(
+            unknown,
+            Err(bad_request(format!("{about} is not available")))
+        );
     }
 }

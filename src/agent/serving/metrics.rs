@@ -200,7 +200,7 @@ fn probes(server: &Arc<Server>) -> Response<Body> {
 }
 
 /// The volumes of pods, and the node's resource managers.
-async fn what_is_managed(out: &mut Page, context: &Context) {
+async fn write_managers(out: &mut Page, context: &Context) {
     let name = "volume_manager_total_volumes";
     out.family(name, "gauge", "Number of volumes in Volume Manager");
     for ((state, plugin), count) in context.metrics.volumes() {
@@ -217,7 +217,7 @@ async fn what_is_managed(out: &mut Page, context: &Context) {
     }
     context
         .claims
-        .look(|claims| claim_metrics::write(claims, out));
+        .read(|claims| claim_metrics::write(claims, out));
     let (orphans, failed) = context.metrics.orphaned();
     out.single(
         "kubelet_orphan_pod_cleaned_volumes",
@@ -236,9 +236,9 @@ async fn what_is_managed(out: &mut Page, context: &Context) {
 }
 
 /// The running pods and containers, and the dead containers, as the runtime reports them.
-async fn what_runs(out: &mut Page, server: &Server) {
+async fn write_running(out: &mut Page, server: &Server) {
     let ended = server.context.runtime.dead_containers();
-    let ended = tokio::time::timeout(figures::PATIENCE, ended);
+    let ended = tokio::time::timeout(figures::RUNTIME_TIMEOUT, ended);
     let (running, ended) = tokio::join!(figures::running(server), ended);
     let running = match running {
         Ok(running) => running,
@@ -363,7 +363,7 @@ fn logs(out: &mut Page, server: &Server) {
 }
 
 /// The pods assigned to this node.
-fn pods_of_the_node(out: &mut Page, roster: &KnownPods) {
+fn write_desired_pods(out: &mut Page, roster: &KnownPods) {
     let statics = roster.iter().filter(|k| pod::is_static(&k.pod)).count();
     let name = "kubelet_desired_pods";
     out.family(
@@ -407,7 +407,7 @@ fn pods_of_the_node(out: &mut Page, roster: &KnownPods) {
     );
     let active = roster
         .iter()
-        .filter(|k| !pod::is_terminal(k.told()))
+        .filter(|k| !pod::is_terminal(k.status_object()))
         .count();
     out.single(
         "kubelet_active_pods",
@@ -446,7 +446,7 @@ fn working_pods(out: &mut Page, roster: &KnownPods) {
 fn resizes(out: &mut Page, roster: &KnownPods) {
     let resizes = |kind: &str, reason: Option<&str>| {
         let has = |known: &&Known| {
-            let status = known.told().status.as_ref();
+            let status = known.status_object().status.as_ref();
             let mut conditions = status
                 .into_iter()
                 .flat_map(|s| s.conditions.iter().flatten());
@@ -473,7 +473,7 @@ fn resizes(out: &mut Page, roster: &KnownPods) {
 
 /// The lifecycle of a pod, in the kubelet's words.
 fn lifecycle_of(known: &Known) -> &'static str {
-    if pod::is_terminal(known.told()) {
+    if pod::is_terminal(known.status_object()) {
         "terminated"
     } else if known.pod.metadata.deletion_timestamp.is_some() {
         "terminating"
@@ -605,11 +605,11 @@ async fn own(server: &Arc<Server>) -> Response<Body> {
         if context.machine.cgroup_v2 { 2.0 } else { 1.0 },
     );
     let roster = context.roster.borrow().clone();
-    pods_of_the_node(&mut out, &roster);
+    write_desired_pods(&mut out, &roster);
     working_pods(&mut out, &roster);
     resizes(&mut out, &roster);
-    what_is_managed(&mut out, context).await;
-    what_runs(&mut out, server).await;
+    write_managers(&mut out, context).await;
+    write_running(&mut out, server).await;
     volumes(&mut out, server);
     logs(&mut out, server);
     context.metrics.write(false, &mut out);

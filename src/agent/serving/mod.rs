@@ -33,7 +33,7 @@ use kube::ResourceExt as _;
 use tracing::Instrument as _;
 
 use super::Context;
-use super::metrics::Answering;
+use super::metrics::RequestInFlight;
 use crate::core::pod;
 use crate::core::serving::{self, Endpoint, Place, Routed};
 use crate::cri::{ImageFilesystem, RuntimeError};
@@ -48,13 +48,13 @@ pub use listen::Unserved;
 pub use sessions::Sessions;
 
 /// Limits of the main listener.
-const MAIN: Limits = Limits {
+const MAIN_LIMITS: Limits = Limits {
     evict_unauthenticated: false,
     connections: 512,
     idle: Some(Duration::from_secs(90)),
 };
 /// Limits of the other listeners.
-const SIDE: Limits = Limits {
+const OTHER_LIMITS: Limits = Limits {
     evict_unauthenticated: false,
     connections: 32,
     idle: Some(Duration::from_secs(30)),
@@ -73,7 +73,7 @@ pub struct Known {
 
 impl Known {
     /// The object with the authoritative status.
-    pub(super) fn told(&self) -> &Pod {
+    pub(super) fn status_object(&self) -> &Pod {
         self.object.as_ref().unwrap_or(&self.pod)
     }
 }
@@ -121,14 +121,14 @@ impl Refusal {
 pub struct Server {
     context: Arc<Context>,
     access: Access,
-    figures: figures::Figures,
+    figures: figures::Measurements,
     sessions: Sessions,
     /// The directory of the runtime's images, and the sandbox image.
     images: tokio::sync::OnceCell<(PathBuf, String)>,
 }
 
 /// The method and the path family of a request, for metrics and traces.
-fn named(request: &Request<Incoming>) -> (&'static str, &'static str) {
+fn method_and_family(request: &Request<Incoming>) -> (&'static str, &'static str) {
     let method = serving::known_method(request.method().as_str());
     (method, serving::family(request.uri().path()))
 }
@@ -148,7 +148,7 @@ impl Server {
     }
 
     /// The runtime's image directory and sandbox image, read once.
-    async fn of_images(&self) -> Result<&(PathBuf, String), RuntimeError> {
+    async fn image_settings(&self) -> Result<&(PathBuf, String), RuntimeError> {
         let ask = || async {
             let stock = self.context.runtime.stock().await?;
             let pinned = stock.images.iter().filter(|i| i.pinned);
@@ -162,8 +162,8 @@ impl Server {
 
     /// The filesystem of the runtime's images; empty if the runtime does not report it.
     async fn image_filesystem(&self) -> ImageFilesystem {
-        let asked = self.context.runtime.image_filesystem().await;
-        asked.unwrap_or_else(|error| {
+        let answer = self.context.runtime.image_filesystem().await;
+        answer.unwrap_or_else(|error| {
             tracing::debug!(%error, "cannot read the runtime's image filesystem");
             ImageFilesystem::default()
         })
@@ -176,17 +176,17 @@ impl Server {
         request: &mut Request<Incoming>,
         (method, path): (&'static str, &'static str),
         server: &'static str,
-    ) -> Arc<Answering> {
+    ) -> Arc<RequestInFlight> {
         let metrics = &self.context.metrics;
-        let answering = metrics.http(method, path, server, serving::is_long(path));
-        let answering = Arc::new(answering);
-        request.extensions_mut().insert(Arc::clone(&answering));
-        answering
+        let in_flight = metrics.http(method, path, server, serving::is_long(path));
+        let in_flight = Arc::new(in_flight);
+        request.extensions_mut().insert(Arc::clone(&in_flight));
+        in_flight
     }
 
     async fn answer(self: Arc<Self>, peer: Peer, mut request: Request<Incoming>) -> Response<Body> {
-        let (method, path) = named(&request);
-        let answering = self.count(&mut request, (method, path), "readwrite");
+        let (method, path) = method_and_family(&request);
+        let in_flight = self.count(&mut request, (method, path), "readwrite");
         let needs = serving::needs(request.method().as_str(), request.uri().path());
         let span = tracing::info_span!(target: "trace::http", "http", otel.name = format!("{method} /{path}"), otel.kind = "server");
         let answer = async {
@@ -195,7 +195,7 @@ impl Server {
                 Err(refusal) => refusal,
             }
         };
-        https::held(answer.instrument(span).await, answering)
+        https::held(answer.instrument(span).await, in_flight)
     }
 
     async fn serve(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {
@@ -206,16 +206,16 @@ impl Server {
             }
             Routed::Nothing => return text(StatusCode::NOT_FOUND, "404 page not found"),
         };
-        if let Some(Refusal(code, why)) = self.closed(&endpoint) {
+        if let Some(Refusal(code, why)) = self.disabled_error(&endpoint) {
             return text(code, why);
         }
-        self.found(&endpoint, request)
+        self.serve_endpoint(&endpoint, request)
             .await
             .unwrap_or_else(|Refusal(code, why)| text(code, why))
     }
 
     /// The error response of a disabled endpoint.
-    fn closed(&self, endpoint: &Endpoint) -> Option<Refusal> {
+    fn disabled_error(&self, endpoint: &Endpoint) -> Option<Refusal> {
         let config = &self.context.config.serving;
         if !config.debugging {
             return serving::without_debugging(endpoint).map(Refusal::of);
@@ -228,7 +228,7 @@ impl Server {
         Some(Refusal(StatusCode::METHOD_NOT_ALLOWED, why.into()))
     }
 
-    async fn found(
+    async fn serve_endpoint(
         self: &Arc<Self>,
         endpoint: &Endpoint,
         request: Request<Incoming>,
@@ -241,19 +241,19 @@ impl Server {
             Endpoint::Config => Ok(views::config(self)),
             Endpoint::Status => Ok(views::status(self)),
             Endpoint::Flags => Ok(views::flags()),
-            Endpoint::Logs(place) => logs::of_container(self, place, &query).await,
+            Endpoint::Logs(place) => logs::serve_container_log(self, place, &query).await,
             Endpoint::Files(path) if path.is_empty() && self.context.config.serving.log_query => {
                 match node_logs::search(&query).await? {
                     Some(answer) => Ok(answer),
-                    None => logs::of_node(path).await,
+                    None => logs::serve_node_log(path).await,
                 }
             }
-            Endpoint::Files(path) => logs::of_node(path).await,
+            Endpoint::Files(path) => logs::serve_node_log(path).await,
             Endpoint::Checkpoint(place) => checkpoint::make(self, place, &query).await,
             Endpoint::Verbosity => views::verbosity(request).await,
             Endpoint::Run(place) => streams::run(self, place, &query).await,
             Endpoint::Exec(_) | Endpoint::Attach(_) | Endpoint::PortForward(_) => {
-                streams::hand_on(self, endpoint, request).await
+                streams::serve_stream(self, endpoint, request).await
             }
             Endpoint::Stats => stats::summary(self, &query).await,
             Endpoint::Metrics(part) => {
@@ -268,7 +268,7 @@ impl Server {
 pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessions: Sessions) {
     let serving = context.config.serving.clone();
     if !serving.enabled {
-        context.unserved.settle();
+        context.unserved.mark_tried();
         service::ready();
         return std::future::pending().await;
     }
@@ -277,7 +277,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
     let server = Arc::new(Server {
         context,
         access,
-        figures: figures::Figures::default(),
+        figures: figures::Measurements::default(),
         sessions,
         images: tokio::sync::OnceCell::new(),
     });
@@ -291,10 +291,10 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
     };
     let main = async {
         let tls = listen::tls(&server.context, &protocol).await;
-        let listener = listen::on(&server.context, Part::Main, serving.main).await;
+        let listener = listen::bind_with_retries(&server.context, Part::Main, serving.main).await;
         service::ready();
         let server = Arc::clone(&server);
-        https::serve(listener, Some(tls), MAIN, move |peer, request| {
+        https::serve(listener, Some(tls), MAIN_LIMITS, move |peer, request| {
             Arc::clone(&server).answer(peer, request)
         })
         .await;
@@ -303,17 +303,17 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         let Some(address) = serving.read_only else {
             return std::future::pending().await;
         };
-        let listener = listen::on(&server.context, Part::ReadOnly, address).await;
+        let listener = listen::bind_with_retries(&server.context, Part::ReadOnly, address).await;
         let server = Arc::clone(&server);
         https::serve(
             listener,
             None,
-            SIDE,
+            OTHER_LIMITS,
             move |_, mut request: Request<Incoming>| {
                 let server = Arc::clone(&server);
                 async move {
-                    let names = named(&request);
-                    let answering = server.count(&mut request, names, "readonly");
+                    let names = method_and_family(&request);
+                    let in_flight = server.count(&mut request, names, "readonly");
                     let (method, path) = (request.method().as_str(), request.uri().path());
                     let closed = match serving::route(method, path) {
                         Routed::Found(endpoint) => serving::without_debugging(&endpoint),
@@ -323,7 +323,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
                         Some(Refusal(code, why)) => text(code, why),
                         None => server.serve(request).await,
                     };
-                    https::held(answer, answering)
+                    https::held(answer, in_flight)
                 }
             },
         )
@@ -333,12 +333,12 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         let Some(address) = serving.healthz else {
             return std::future::pending().await;
         };
-        let listener = listen::on(&server.context, Part::Healthz, address).await;
+        let listener = listen::bind_with_retries(&server.context, Part::Healthz, address).await;
         let server = Arc::clone(&server);
         https::serve(
             listener,
             None,
-            SIDE,
+            OTHER_LIMITS,
             move |_, request: Request<Incoming>| {
                 let server = Arc::clone(&server);
                 async move {

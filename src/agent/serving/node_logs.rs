@@ -18,7 +18,7 @@ use crate::https::Body;
 /// Timeout of a query.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(30);
 /// Size of a read buffer, in bytes.
-const PIECE: usize = 64 << 10;
+const BUFFER_SIZE: usize = 64 << 10;
 
 /// Answers a query; `None` if the request is not a query.
 pub async fn search(query: &str) -> Result<Option<Response<Body>>, Refusal> {
@@ -28,7 +28,7 @@ pub async fn search(query: &str) -> Result<Option<Response<Body>>, Refusal> {
         return Ok(None);
     };
     match &query.of {
-        Searched::File(path) => logs::of_node(path).await.map(Some),
+        Searched::File(path) => logs::serve_node_log(path).await.map(Some),
         Searched::Services(services) => of_services(&query, services).await.map(Some),
     }
 }
@@ -59,7 +59,7 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
         ));
     };
     let errors = errors_of(&mut child);
-    let mut first = vec![0; PIECE];
+    let mut first = vec![0; BUFFER_SIZE];
     let begun = tokio::time::timeout(SEARCH_TIMEOUT, out.read(&mut first)).await;
     let length = begun
         .map_err(|_| {
@@ -77,7 +77,7 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
     let (sender, pieces) = mpsc::channel(2);
     tokio::spawn(async move {
         // The program is stopped when this task returns or the client disconnects.
-        let copy = pass_on(first, out, errors, sender);
+        let copy = forward_output(first, out, errors, sender);
         if tokio::time::timeout(SEARCH_TIMEOUT, copy).await.is_err() {
             tracing::warn!("a search of the node's journal timed out and was stopped");
         }
@@ -87,7 +87,7 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
 }
 
 /// Forwards the output already read, then further output, and finally the errors.
-async fn pass_on(
+async fn forward_output(
     first: Vec<u8>,
     mut out: ChildStdout,
     errors: JoinHandle<Vec<u8>>,
@@ -95,7 +95,7 @@ async fn pass_on(
 ) {
     let mut piece = first;
     while !piece.is_empty() && to.send(std::mem::take(&mut piece).into()).await.is_ok() {
-        piece = vec![0; PIECE];
+        piece = vec![0; BUFFER_SIZE];
         let length = out.read(&mut piece).await.unwrap_or(0);
         piece.truncate(length);
     }
@@ -115,7 +115,7 @@ fn errors_of(child: &mut Child) -> JoinHandle<Vec<u8>> {
     tokio::spawn(async move {
         let mut text = vec![];
         if let Some(errors) = errors
-            && let Err(error) = errors.take(PIECE as u64).read_to_end(&mut text).await
+            && let Err(error) = errors.take(BUFFER_SIZE as u64).read_to_end(&mut text).await
         {
             tracing::debug!(%error, "cannot read the error output of a search");
         }
@@ -128,7 +128,7 @@ async fn own_file(services: &[String]) -> Result<Response<Body>, Refusal> {
         .iter()
         .flat_map(|service| log_query::files_of(service))
     {
-        if let Ok(answer) = logs::of_file(&path).await {
+        if let Ok(answer) = logs::serve_file(&path).await {
             return Ok(answer);
         }
     }
@@ -154,7 +154,7 @@ mod tests {
         let out = child.stdout.take().expect("its output");
         let errors = errors_of(&mut child);
         let (sender, mut pieces) = mpsc::channel(8);
-        pass_on(b"first\n".to_vec(), out, errors, sender).await;
+        forward_output(b"first\n".to_vec(), out, errors, sender).await;
         let mut text = vec![];
         while let Some(piece) = pieces.recv().await {
             text.extend_from_slice(&piece);

@@ -126,14 +126,18 @@ fn claimed(pod: &Pod, container: &Container, claims: &Claims) -> Vec<pb::Dynamic
 }
 
 /// The assignments of all containers.
-struct Held<'a> {
+struct Assignments<'a> {
     devices: &'a Devices,
     claims: &'a Claims,
     managers: &'a Managers,
 }
 
 /// The resources assigned to a container.
-fn of_container(pod: &Pod, container: &Container, held: &Held<'_>) -> pb::ContainerResources {
+fn of_container(
+    pod: &Pod,
+    container: &Container,
+    held: &Assignments<'_>,
+) -> pb::ContainerResources {
     let (uid, name, managers) = (pod::uid(pod), &container.name, held.managers);
     let cpus = managers.cpus();
     let cpus = cpus.and_then(|cpus| cpus.state().exclusive.get(uid)?.get(name));
@@ -149,7 +153,7 @@ fn of_container(pod: &Pod, container: &Container, held: &Held<'_>) -> pb::Contai
 }
 
 /// The resources of a pod's containers that run as long as the pod does.
-fn of_pod(pod: &Pod, held: &Held<'_>) -> pb::PodResources {
+fn of_pod(pod: &Pod, held: &Assignments<'_>) -> pb::PodResources {
     let containers = pod::containers(pod);
     let lasting = containers
         .iter()
@@ -185,11 +189,11 @@ fn of_pod_v1alpha1(pod: &Pod, held: &Devices) -> alpha::PodResources {
 
 impl Answers {
     /// Reads the assignments. The caller has obtained `managers` from the ledger.
-    fn look<T>(&self, managers: &Managers, look: impl FnOnce(&Held<'_>) -> T) -> T {
+    fn read<T>(&self, managers: &Managers, read: impl FnOnce(&Assignments<'_>) -> T) -> T {
         let context = &self.context;
-        context.devices.look(|devices| {
-            context.claims.look(|claims| {
-                look(&Held {
+        context.devices.read(|devices| {
+            context.claims.read(|claims| {
+                read(&Assignments {
                     devices,
                     claims,
                     managers,
@@ -215,7 +219,7 @@ impl PodResources for Answers {
     async fn list(&self) -> Vec<pb::PodResources> {
         self.context.metrics.pod_resources("list", true);
         let (pods, managers) = (self.pods().await, self.context.ledger.managers().await);
-        self.look(&managers, |held| {
+        self.read(&managers, |held| {
             pods.iter().map(|p| of_pod(p, held)).collect()
         })
     }
@@ -225,7 +229,7 @@ impl PodResources for Answers {
         // As in the kubelet, including terminated pods.
         let pods = self.context.ledger.pods().await;
         let list = |held: &Devices| pods.iter().map(|p| of_pod_v1alpha1(p, held)).collect();
-        self.context.devices.look(list)
+        self.context.devices.read(list)
     }
 
     async fn get(&self, namespace: &str, name: &str) -> Option<pb::PodResources> {
@@ -235,7 +239,7 @@ impl PodResources for Answers {
         self.context.metrics.pod_resources("get", pod.is_some());
         let pod = pod?;
         let managers = self.context.ledger.managers().await;
-        Some(self.look(&managers, |held| of_pod(pod, held)))
+        Some(self.read(&managers, |held| of_pod(pod, held)))
     }
 
     async fn allocatable(&self) -> pb::AllocatableResourcesResponse {
@@ -245,7 +249,7 @@ impl PodResources for Answers {
         let cpus = managers.cpus().map(Cpus::allocatable).unwrap_or_default();
         let blocks = managers.memory().map(Memory::allocatable);
         pb::AllocatableResourcesResponse {
-            devices: devices(self.context.devices.look(Devices::healthy)),
+            devices: devices(self.context.devices.read(Devices::healthy)),
             cpu_ids: cpu_ids(&cpus),
             memory: memory(&blocks.unwrap_or_default()),
         }

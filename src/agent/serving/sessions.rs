@@ -11,9 +11,9 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 use super::Refusal;
 
 /// Limit for open sessions, as each uses memory.
-const MOST: usize = 512;
+const MAX_SESSIONS: usize = 512;
 /// Maximum time that a shutdown waits for open sessions.
-const DRAIN: Duration = Duration::from_secs(10);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The open sessions; clones share them.
 #[derive(Debug, Clone)]
@@ -32,7 +32,7 @@ pub struct Session {
 impl Default for Sessions {
     fn default() -> Sessions {
         Sessions {
-            places: Arc::new(Semaphore::new(MOST)),
+            places: Arc::new(Semaphore::new(MAX_SESSIONS)),
             open: TaskTracker::new(),
         }
     }
@@ -57,7 +57,7 @@ impl Sessions {
         }
     }
 
-    /// Rejects further sessions, and waits for open ones for at most [`DRAIN`]. The rest end with the process.
+    /// Rejects further sessions, and waits for open ones for at most [`DRAIN_TIMEOUT`]. The rest end with the process.
     pub async fn drain(&self) {
         self.places.close();
         self.open.close();
@@ -66,10 +66,13 @@ impl Sessions {
             tracing::info!(
                 open,
                 "the agent stops when the sessions of kubectl are closed, or in {}s",
-                DRAIN.as_secs()
+                DRAIN_TIMEOUT.as_secs()
             );
         }
-        if tokio::time::timeout(DRAIN, self.open.wait()).await.is_err() {
+        if tokio::time::timeout(DRAIN_TIMEOUT, self.open.wait())
+            .await
+            .is_err()
+        {
             tracing::warn!(
                 cut_off = self.open.len(),
                 "closing sessions that are still open"
@@ -110,7 +113,9 @@ mod tests {
             assert_eq!(begun.elapsed().as_secs(), waits, "{lasts}");
         }
         let sessions = Sessions::default();
-        let all: Vec<_> = (0..MOST).map(|_| sessions.begin().expect("room")).collect();
+        let all: Vec<_> = (0..MAX_SESSIONS)
+            .map(|_| sessions.begin().expect("room"))
+            .collect();
         assert!(
             sessions
                 .begin()

@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 use super::Refusal;
 use super::Server;
 use super::exec;
-use crate::agent::metrics::Answering;
+use crate::agent::metrics::RequestInFlight;
 use crate::core::pod::observed::ContainerState;
 use crate::core::serving::{Endpoint, Place, Streams};
 use crate::core::{pod, serving::query};
@@ -136,7 +136,7 @@ async fn url(server: &Server, endpoint: &Endpoint, text: &str) -> Result<String,
 }
 
 /// Serves `/exec`, `/attach` and `/portForward`.
-pub async fn hand_on(
+pub async fn serve_stream(
     server: &Arc<Server>,
     endpoint: &Endpoint,
     request: Request<Incoming>,
@@ -148,8 +148,8 @@ pub async fn hand_on(
         ));
     }
     // The session counts as a request in flight until it is closed.
-    let answering = request.extensions().get::<Arc<Answering>>().cloned();
-    let held = (server.sessions.begin()?, answering);
+    let in_flight = request.extensions().get::<Arc<RequestInFlight>>().cloned();
+    let held = (server.sessions.begin()?, in_flight);
     if let Endpoint::Exec(place) = endpoint
         && let Some(stream) = exec::session(server, place, &request).await?
     {
@@ -158,7 +158,7 @@ pub async fn hand_on(
             target: "/exec".into(),
             forwards_ports: false,
         };
-        return carry(server, endpoint, request, &outgoing, stream, held).await;
+        return forward(server, endpoint, request, &outgoing, stream, held).await;
     }
     let url = url(server, endpoint, request.uri().query().unwrap_or_default()).await?;
     let uri: Uri = url
@@ -185,7 +185,7 @@ pub async fn hand_on(
         target: target.to_string(),
         forwards_ports: matches!(endpoint, Endpoint::PortForward(_)),
     };
-    carry(server, endpoint, request, &outgoing, stream, held).await
+    forward(server, endpoint, request, &outgoing, stream, held).await
 }
 
 fn failed(what: impl Display) -> Refusal {
@@ -196,7 +196,7 @@ fn failed(what: impl Display) -> Refusal {
 }
 
 /// Forwards a request's connection to the runtime's stream.
-async fn carry(
+async fn forward(
     server: &Server,
     endpoint: &Endpoint,
     request: Request<Incoming>,
@@ -262,11 +262,11 @@ pub async fn run(
         .exec(&id, &command, None)
         .await
         .map_err(broken)?;
-    said(&command, done).map(|output| text(StatusCode::OK, output))
+    output_of(&command, done).map(|output| text(StatusCode::OK, output))
 }
 
 /// The output of a command that succeeded.
-fn said(command: &[String], done: Exec) -> Result<String, Refusal> {
+fn output_of(command: &[String], done: Exec) -> Result<String, Refusal> {
     if done.code == 0 {
         return Ok(done.output);
     }
@@ -286,8 +286,8 @@ mod tests {
             code,
             output: "out".into(),
         };
-        assert_eq!(said(&command, done(0)), Ok("out".into()));
-        let failed = said(&command, done(2)).map_err(|refusal| refusal.1);
+        assert_eq!(output_of(&command, done(0)), Ok("out".into()));
+        let failed = output_of(&command, done(2)).map_err(|refusal| refusal.1);
         assert_eq!(failed, Err("command 'ls /x' exited with 2: out".into()));
     }
 

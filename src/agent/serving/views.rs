@@ -58,12 +58,12 @@ pub async fn verbosity(request: Request<Incoming>) -> Result<Response<Body>, Ref
 /// `/healthz`, and the named check below it.
 pub fn health(context: &Context, check: &str, query: &str) -> Response<Body> {
     let health = Health {
-        last_turn: context.pulse.since_turn(),
+        last_turn: context.heartbeats.since_turn(),
         resync: context.config.sync_frequency,
     };
-    let (code, told) = health.answer(check, query);
+    let (code, answer) = health.answer(check, query);
     let code = StatusCode::from_u16(code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    text(code, told)
+    text(code, answer)
 }
 
 /// Annotates a pod of the API with its source and the time of its first observation, as the kubelet does
@@ -87,7 +87,7 @@ pub fn pods(server: &Arc<Server>) -> Response<Body> {
                 let own = server.context.journals.status(pod::uid(&pod));
                 own.map(Arc::unwrap_or_clone)
             }
-            _ => known.told().status.clone(),
+            _ => known.status_object().status.clone(),
         };
         marked(pod, known.seen)
     };

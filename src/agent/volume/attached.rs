@@ -19,7 +19,7 @@ use tokio::time::Instant;
 
 use crate::agent::Context;
 use crate::agent::metrics::VolumeOperation;
-use crate::agent::volume::reported::{REPORTING, Reported};
+use crate::agent::volume::reported::{REPORT_TIMEOUT, Reported};
 use crate::core::lock::lock;
 use crate::core::pod;
 use crate::core::volume::disks;
@@ -73,11 +73,11 @@ impl AttachedDisks {
         self.reported.changed().await;
     }
 
-    fn note(&self, uid: &str, volume: &str, name: &str) {
+    fn record_disk(&self, uid: &str, volume: &str, name: &str) {
         let key = (uid.to_owned(), volume.to_owned());
         let before = lock(&self.of_pods).insert(key, name.to_owned());
         if before.is_none() {
-            self.reported.outdated();
+            self.reported.request_update();
         }
     }
 
@@ -91,26 +91,28 @@ impl AttachedDisks {
         }
         self.reported
             .retain(|name| of_pods.values().any(|other| other == name));
-        self.reported.outdated();
+        self.reported.request_update();
     }
 }
 
 /// Reports a pod's disk in use. If `is_needed`, waits until the controller
 /// lists the disk; a mounted disk was listed before.
-pub(super) async fn of_disk(
+pub(super) async fn report_disk_in_use(
     context: &Context,
     pod: &Pod,
     resolved: &ResolvedVolume,
     name: &str,
     is_needed: bool,
 ) -> Result<(), Problem> {
-    context.disks.note(pod::uid(pod), &resolved.volume, name);
+    context
+        .disks
+        .record_disk(pod::uid(pod), &resolved.volume, name);
     // Without an API there is no controller, so no other node can get the disk from it.
     if !is_needed || context.node.api().is_none() {
         return Ok(());
     }
     let begun = Instant::now();
-    let outcome = listed_for_us(context, name).await;
+    let outcome = wait_until_attached(context, name).await;
     context.metrics.volume(VolumeOperation {
         name: "verify_controller_attached_volume",
         plugin: &resolved.qualified_plugin(),
@@ -129,14 +131,14 @@ pub(super) async fn of_disk(
     })
 }
 
-async fn listed_for_us(context: &Context, name: &str) -> Result<(), String> {
-    context.disks.reported.lists(name).await?;
+async fn wait_until_attached(context: &Context, name: &str) -> Result<(), String> {
+    context.disks.reported.wait_until_reported(name).await?;
     let node = &context.config.node_name;
     // The cached Node may be older than the report.
     if !context.node.refresh().await {
-        return Err(unanswered(context, name));
+        return Err(no_answer_error(context, name));
     }
-    match is_listed(context, name).await {
+    match wait_until_listed(context, name).await {
         true => Ok(()),
         false => Err(format!(
             "volumesAttached of node {node} does not list {name}; the attach-detach controller lists it when no other node blocks the attachment"
@@ -145,7 +147,7 @@ async fn listed_for_us(context: &Context, name: &str) -> Result<(), String> {
 }
 
 /// The error when the API does not answer whether a volume is listed.
-pub(super) fn unanswered(context: &Context, volume: &str) -> String {
+pub(super) fn no_answer_error(context: &Context, volume: &str) -> String {
     let node = &context.config.node_name;
     format!(
         "the API does not answer whether volumesAttached of node {node} lists {volume}; retrying"
@@ -153,7 +155,7 @@ pub(super) fn unanswered(context: &Context, volume: &str) -> String {
 }
 
 /// Waits until the node's status lists a volume as attached. Returns whether it does.
-pub(super) async fn is_listed(context: &Context, volume: &str) -> bool {
+pub(super) async fn wait_until_listed(context: &Context, volume: &str) -> bool {
     let lists = |node: &Node| {
         let status = node.status.as_ref();
         let mut attached = status
@@ -164,7 +166,7 @@ pub(super) async fn is_listed(context: &Context, volume: &str) -> bool {
     };
     let mut node = context.node.subscribe();
     let says = node.wait_for(|node| node.as_deref().is_some_and(lists));
-    matches!(tokio::time::timeout(REPORTING, says).await, Ok(Ok(_)))
+    matches!(tokio::time::timeout(REPORT_TIMEOUT, says).await, Ok(Ok(_)))
 }
 
 #[cfg(test)]
@@ -186,8 +188,8 @@ mod tests {
         };
         assert_eq!(disks.in_use(), all(&[&with, &without]));
         let other = "kubernetes.io/fc/[50060e801049cfd1]:0".to_owned();
-        disks.note("u", "v", &other);
-        disks.note("w", "v", &other);
+        disks.record_disk("u", "v", &other);
+        disks.record_disk("w", "v", &other);
         assert_eq!(disks.in_use(), all(&[&with, &without, &other]));
         std::fs::remove_dir(&place).expect("removed");
         assert_eq!(disks.in_use(), all(&[&other]));

@@ -17,7 +17,7 @@ use crate::csi::CsiError;
 use crate::host::HostError;
 
 /// Why a volume was not expanded.
-pub(super) struct NotGrown {
+pub(super) struct ExpansionFailed {
     why: String,
     /// Whether the outcome is certain: nothing was done, and nothing is in progress.
     is_final: bool,
@@ -27,9 +27,9 @@ pub(super) struct NotGrown {
     in_use: bool,
 }
 
-impl NotGrown {
-    fn new(why: String, is_final: bool) -> NotGrown {
-        NotGrown {
+impl ExpansionFailed {
+    fn new(why: String, is_final: bool) -> ExpansionFailed {
+        ExpansionFailed {
             why,
             is_final,
             infeasible: false,
@@ -38,17 +38,17 @@ impl NotGrown {
     }
 
     /// The driver does not support `NodeExpandVolume`.
-    pub(super) fn unsupported(driver: &str) -> NotGrown {
+    pub(super) fn unsupported(driver: &str) -> ExpansionFailed {
         let why = format!("NodeExpand is not supported by the CSI driver {driver}");
-        NotGrown::new(why, true)
+        ExpansionFailed::new(why, true)
     }
 
     /// Marks a repeated failure as infeasible if the claim requests another size by now: the resize controller
     /// continues with that size, and the node must abandon this one.
-    pub(super) fn or_superseded(self, grown: &Grown, has_failed: bool) -> NotGrown {
-        let given_up = self.is_final && has_failed && grown.is_superseded;
-        NotGrown {
-            infeasible: self.infeasible || given_up,
+    pub(super) fn or_superseded(self, grown: &Grown, has_failed: bool) -> ExpansionFailed {
+        let is_abandoned = self.is_final && has_failed && grown.is_superseded;
+        ExpansionFailed {
+            infeasible: self.infeasible || is_abandoned,
             ..self
         }
     }
@@ -62,22 +62,22 @@ impl NotGrown {
     }
 }
 
-impl From<HostError> for NotGrown {
-    fn from(error: HostError) -> NotGrown {
+impl From<HostError> for ExpansionFailed {
+    fn from(error: HostError) -> ExpansionFailed {
         let is_final = !error.is_under_way();
-        NotGrown::new(error.message, is_final)
+        ExpansionFailed::new(error.message, is_final)
     }
 }
 
-impl From<Problem> for NotGrown {
-    fn from(problem: Problem) -> NotGrown {
-        NotGrown::new(problem.to_string(), false)
+impl From<Problem> for ExpansionFailed {
+    fn from(problem: Problem) -> ExpansionFailed {
+        ExpansionFailed::new(problem.to_string(), false)
     }
 }
 
-impl From<CsiError> for NotGrown {
-    fn from(error: CsiError) -> NotGrown {
-        NotGrown {
+impl From<CsiError> for ExpansionFailed {
+    fn from(error: CsiError) -> ExpansionFailed {
+        ExpansionFailed {
             // The kubelet's message, except for one colon.
             why: format!("Expander.NodeExpand failed to expand the volume : {error}"),
             is_final: error.certain,
@@ -88,7 +88,7 @@ impl From<CsiError> for NotGrown {
 }
 
 /// A pod's volume that may be larger than its filesystem.
-pub(super) struct Growing<'a> {
+pub(super) struct Expansion<'a> {
     pub context: &'a Context,
     pub pod: &'a Pod,
     /// The name of the persistent volume.
@@ -102,7 +102,7 @@ pub(super) struct Growing<'a> {
     pub waits: bool,
 }
 
-impl Growing<'_> {
+impl Expansion<'_> {
     /// Expands the volume if this is due, and reports the result. Returns the time of the next attempt after a failure.
     /// If the pod's containers wait for the volume, a failure is an error instead, and the caller retries.
     ///
@@ -111,10 +111,10 @@ impl Growing<'_> {
     /// If the pod's containers wait for the volume and must not use it yet.
     pub(super) async fn attempt(
         &self,
-        grow: impl Future<Output = Result<(), NotGrown>>,
+        grow: impl Future<Output = Result<(), ExpansionFailed>>,
     ) -> Result<Option<Timestamp>, Problem> {
         let (context, grown) = (self.context, self.grown);
-        let holds_up = self.waits && !grown.claim_has_size;
+        let blocks_start = self.waits && !grown.claim_has_size;
         let known = &context.csi.expansions;
         let (due, has_failed) = {
             let mut known = lock(known);
@@ -123,7 +123,7 @@ impl Growing<'_> {
         };
         match due {
             NextAttempt::Never => return Ok(None),
-            NextAttempt::At(at) if !holds_up => return Ok(Some(at)),
+            NextAttempt::At(at) if !blocks_start => return Ok(Some(at)),
             NextAttempt::Now | NextAttempt::At(_) => {}
         }
         let begun = Instant::now();
@@ -135,18 +135,18 @@ impl Growing<'_> {
         let outcome = match outcome {
             Ok(()) => self.emit_success().await,
             Err(failed) => {
-                emit_failure(context, grown, &failed).await;
+                publish_failure(context, grown, &failed).await;
                 Err(failed)
             }
         };
         let tried = outcome
             .as_ref()
             .err()
-            .map_or(AttemptOutcome::Done, NotGrown::tried);
+            .map_or(AttemptOutcome::Done, ExpansionFailed::tried);
         let now = context.clock.now();
         let again = lock(known).record_attempt(&self.key, grown, tried, now);
         match outcome {
-            Err(failed) if !failed.in_use => match holds_up {
+            Err(failed) if !failed.in_use => match blocks_start {
                 true => Err(Problem::expansion_failed(failed.why)),
                 false => {
                     self.emit_on_pod(&failed.why);
@@ -158,7 +158,7 @@ impl Growing<'_> {
     }
 
     /// Records an expansion of a volume in use. An expansion during the mount is part of that operation.
-    fn count(&self, outcome: &Result<(), NotGrown>, begun: Instant) {
+    fn count(&self, outcome: &Result<(), ExpansionFailed>, begun: Instant) {
         self.context.metrics.volume(VolumeOperation {
             name: "volume_fs_resize",
             plugin: self.plugin,
@@ -169,7 +169,7 @@ impl Growing<'_> {
     }
 
     /// Emits events about pod and claim, and publishes the new size in the claim's status.
-    async fn emit_success(&self) -> Result<(), NotGrown> {
+    async fn emit_success(&self) -> Result<(), ExpansionFailed> {
         let (context, volume) = (self.context, self.volume);
         let node = &context.config.node_name;
         let message =
@@ -190,8 +190,8 @@ impl Growing<'_> {
 }
 
 /// Expands the filesystem of a local volume to the size of its device, if the claim
-/// has a smaller size. See [`Growing::attempt`].
-pub(super) async fn of_local(
+/// has a smaller size. See [`Expansion::attempt`].
+pub(super) async fn expand_local(
     context: &Context,
     pod: &Pod,
     resolved: &ResolvedVolume,
@@ -209,7 +209,7 @@ pub(super) async fn of_local(
         }
         return Ok(None);
     }
-    let growing = Growing {
+    let expansion = Expansion {
         context,
         pod,
         volume: &resolved.name,
@@ -221,27 +221,28 @@ pub(super) async fn of_local(
     let grow = async {
         begin(context, grown).await?;
         let grown = context.host.grow_volume(pod, resolved).await;
-        grown.map_err(NotGrown::from)
+        grown.map_err(ExpansionFailed::from)
     };
-    let again = Box::pin(growing.attempt(grow)).await;
+    let again = Box::pin(expansion.attempt(grow)).await;
     if let Ok(None) = again {
-        lock(&context.csi.expansions).remove(&growing.key);
+        lock(&context.csi.expansions).remove(&expansion.key);
     }
     again
 }
 
 /// Publishes in the claim's status that the expansion begins, if the claim tracks the resize.
-pub(super) async fn begin(context: &Context, grown: &Grown) -> Result<(), NotGrown> {
+pub(super) async fn begin(context: &Context, grown: &Grown) -> Result<(), ExpansionFailed> {
     if !grown.records_state {
         return Ok(());
     }
-    let told = context.api.publish_resize(grown, Resize::Started);
-    told.await
-        .map_err(|e| NotGrown::new(format!("updating the claim's status failed: {e}"), false))
+    let published = context.api.publish_resize(grown, Resize::Started);
+    published.await.map_err(|e| {
+        ExpansionFailed::new(format!("updating the claim's status failed: {e}"), false)
+    })
 }
 
 /// Publishes a failure in the claim's status, if the claim tracks the resize.
-async fn emit_failure(context: &Context, grown: &Grown, failed: &NotGrown) {
+async fn publish_failure(context: &Context, grown: &Grown, failed: &ExpansionFailed) {
     if !grown.records_state || !failed.is_final {
         return;
     }
@@ -284,16 +285,16 @@ fn emit_on_both(
 }
 
 /// Publishes the volume's size in the claim's status, unless it is there already.
-async fn publish_size(context: &Context, grown: &Grown) -> Result<(), NotGrown> {
+async fn publish_size(context: &Context, grown: &Grown) -> Result<(), ExpansionFailed> {
     if grown.claim_has_size {
         return Ok(());
     }
-    let told = context
+    let published = context
         .api
         .publish_resize(grown, Resize::Completed(&grown.text));
-    told.await.map_err(|e| {
+    published.await.map_err(|e| {
         let why = format!("mountVolume.NodeExpandVolume update pvc status failed: {e}");
-        NotGrown::new(why, false)
+        ExpansionFailed::new(why, false)
     })
 }
 
@@ -330,11 +331,11 @@ mod tests {
             // The operation may still be in progress, so its outcome is unknown.
             (false, true, true, false),
         ] {
-            let failed = NotGrown::from(error(certain, false, false));
+            let failed = ExpansionFailed::from(error(certain, false, false));
             let failed = failed.or_superseded(&grown(is_superseded), has_failed);
             assert_eq!(failed.infeasible, expected);
         }
-        let infeasible = NotGrown::from(error(true, true, false));
+        let infeasible = ExpansionFailed::from(error(true, true, false));
         assert!(infeasible.or_superseded(&grown(false), false).infeasible);
     }
 
@@ -345,7 +346,7 @@ mod tests {
             (true, false, AttemptOutcome::Failed),
             (true, true, AttemptOutcome::InUse),
         ] {
-            let failed = NotGrown::from(error(certain, false, unready));
+            let failed = ExpansionFailed::from(error(certain, false, unready));
             assert_eq!(failed.tried(), expected);
             assert_eq!(
                 failed.why,
@@ -362,9 +363,9 @@ mod tests {
                 AttemptOutcome::Failed,
             ),
         ] {
-            assert_eq!(NotGrown::from(error).tried(), expected);
+            assert_eq!(ExpansionFailed::from(error).tried(), expected);
         }
-        let failed = NotGrown::unsupported("d");
+        let failed = ExpansionFailed::unsupported("d");
         assert_eq!(
             failed.why,
             "NodeExpand is not supported by the CSI driver d"

@@ -24,7 +24,7 @@ pub(super) async fn admit(
         Ok(label) => label,
         Err(several) => {
             let is_error = mode == selinux::SINGLE_POD;
-            context.metrics.several_labels(mode, is_error);
+            context.metrics.conflicting_labels(mode, is_error);
             return match is_error {
                 true => Err(Problem::Claim(several.message)),
                 false => Ok(()),
@@ -44,7 +44,7 @@ pub(super) async fn admit(
     let labels = [plugin.as_str(), mode];
     let admission = context
         .metrics
-        .labelled(uid, &name, label.as_deref(), labels);
+        .label_admitted(uid, &name, label.as_deref(), labels);
     match admission {
         Admission::Conflict(why) if mode == selinux::SINGLE_POD => Err(Problem::Claim(why)),
         Admission::Conflict(_) | Admission::New | Admission::Same => Ok(()),

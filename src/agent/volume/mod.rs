@@ -25,8 +25,8 @@ pub use attached::AttachedDisks;
 
 use self::csi::VolumeError;
 use self::objects::Fetched;
-use self::permissions::Telling;
-use self::projected::Held;
+use self::permissions::PermissionEvents;
+use self::projected::PodCredentials;
 use super::Context;
 use super::Kind;
 use super::metrics::{PodVolumes, VolumeOperation};
@@ -48,7 +48,7 @@ use crate::kubeapi::pods::ApiFailure;
 
 /// The volumes of one pod.
 pub struct Volumes {
-    held: Held,
+    credentials: PodCredentials,
     /// When they were first requested.
     begun: Option<Instant>,
     /// Whether all volumes have been set up at least once.
@@ -60,7 +60,7 @@ pub struct Volumes {
     /// Called when a watched object has changed.
     changed: OnChange,
     /// Volumes whose files are being changed to the pod's group.
-    telling: Telling,
+    permission_events: PermissionEvents,
     /// Waits for operations in progress, and then calls `changed`.
     waiting: Option<AbortOnDropHandle<()>>,
 }
@@ -76,7 +76,7 @@ pub struct SetUp {
 }
 
 /// The inputs of volumes, in addition to their spec.
-struct MadeFrom<'a> {
+struct Inputs<'a> {
     around: FieldContext<'a>,
     fetched: &'a Fetched,
     /// The allocatable memory of the node, in bytes.
@@ -86,7 +86,7 @@ struct MadeFrom<'a> {
 }
 
 /// A volume that is set up.
-struct Made {
+struct VolumeSetUp {
     /// Whether the runtime must not relabel the files: they are mounted with a label, or do not support labels.
     labelled: bool,
     /// See [`SetUp::again`].
@@ -108,7 +108,7 @@ impl From<ApiFailure> for NotSetUp {
 }
 
 /// A problem that was reported to the pod.
-struct Told {
+struct ReportedProblem {
     fault: Fault,
     is_under_way: bool,
     /// Set if the volume is not attached.
@@ -120,13 +120,13 @@ impl Volumes {
     #[must_use]
     pub fn new(changed: OnChange) -> Volumes {
         Volumes {
-            held: Held::default(),
+            credentials: PodCredentials::default(),
             begun: None,
             set_up: false,
             following: None,
             resolved: BTreeMap::new(),
             changed,
-            telling: Telling::default(),
+            permission_events: PermissionEvents::default(),
             waiting: None,
         }
     }
@@ -152,7 +152,7 @@ impl Volumes {
     }
 
     /// Records a volume that is set up.
-    fn has_come(&mut self, context: &Context, resolved: ResolvedVolume) {
+    fn record_set_up(&mut self, context: &Context, resolved: ResolvedVolume) {
         if !self.resolved.contains_key(&resolved.volume)
             && let Some(begun) = self.begun
         {
@@ -205,7 +205,7 @@ impl Volumes {
             allocatable: &allocatable,
         };
         let memory = allocatable.get("memory");
-        let from = MadeFrom {
+        let from = Inputs {
             around,
             fetched: &fetched,
             memory: memory
@@ -222,7 +222,7 @@ impl Volumes {
         for result in futures::future::join_all(work).await {
             match result {
                 Ok((resolved, at)) => {
-                    self.has_come(context, resolved);
+                    self.record_set_up(context, resolved);
                     again.extend(at);
                 }
                 Err(problem) => {
@@ -259,9 +259,9 @@ impl Volumes {
         &self,
         context: &Context,
         volume: &Volume,
-        from: &MadeFrom<'_>,
+        from: &Inputs<'_>,
         log: &Log,
-    ) -> Result<(ResolvedVolume, Option<Timestamp>), Told> {
+    ) -> Result<(ResolvedVolume, Option<Timestamp>), ReportedProblem> {
         let pod = from.around.pod;
         let named = OnceLock::new();
         let set_up = self.attempt(context, volume, from, &named);
@@ -279,22 +279,23 @@ impl Volumes {
         &self,
         context: &Context,
         volume: &Volume,
-        from: &MadeFrom<'_>,
+        from: &Inputs<'_>,
         named: &OnceLock<String>,
     ) -> Result<(ResolvedVolume, Option<Timestamp>), Problem> {
         let pod = from.around.pod;
         let known = self.resolved.get(&volume.name);
         let resolved = match known {
-            Some(known) => again(context, pod, volume, known, from.memory).await,
+            Some(known) => resolve_again(context, pod, volume, known, from.memory).await,
             None => resolve(context, pod, volume, from.memory).await?,
         };
         named.get_or_init(|| resolved.name.clone());
         let (begun, is_new) = (Instant::now(), known.is_none());
         if is_new {
             labels::admit(context, pod, volume, &resolved).await?;
-            warn_of_others(context, pod, &resolved).await;
+            warn_shared_group(context, pod, &resolved).await;
         }
-        let outcome = one(context, volume, &resolved, from, &self.held, is_new).await;
+        let outcome =
+            set_up_volume(context, volume, &resolved, from, &self.credentials, is_new).await;
         let failed = outcome.as_ref().err();
         // A refresh without a failure is not an operation, and an operation in progress has no result yet.
         let has_ended = match failed {
@@ -304,7 +305,7 @@ impl Volumes {
         if has_ended {
             count_attempt(context, pod, &resolved, failed, begun.elapsed());
         }
-        let Made { labelled, again } = outcome.map_err(|problem| match resolved.block {
+        let VolumeSetUp { labelled, again } = outcome.map_err(|problem| match resolved.block {
             true => problem.of_device(),
             false => problem,
         })?;
@@ -323,16 +324,16 @@ impl Volumes {
         volume: &Volume,
         name: Option<&String>,
         problem: Problem,
-    ) -> Told {
+    ) -> ReportedProblem {
         let of_claim = matches!(problem, Problem::Claim(_));
         let name = name.filter(|_| !of_claim);
         let message = problem.event_message(name.unwrap_or(&volume.name));
         let events = &context.events;
         match &problem {
-            Problem::Permissions(giving) => self.telling.begin(events, pod, giving),
+            Problem::Permissions(giving) => self.permission_events.begin(events, pod, giving),
             _ => events.pod(pod, None, Kind::Warning, problem.reason(), message.as_str()),
         }
-        Told {
+        ReportedProblem {
             fault: Fault {
                 class: problem.class(),
                 message,
@@ -405,7 +406,7 @@ fn count_attempt(
 }
 
 /// Emits a warning if a volume is changed to the pod's group while other pods use it with another group.
-async fn warn_of_others(context: &Context, pod: &Pod, resolved: &ResolvedVolume) {
+async fn warn_shared_group(context: &Context, pod: &Pod, resolved: &ResolvedVolume) {
     let (Some(found), Some(wanted)) = (
         context.host.group_of_others(pod, resolved).await,
         pod::ownership(pod).group,
@@ -448,7 +449,7 @@ pub async fn tear_down(context: &Context, uid: &str) -> Result<(), VolumeError> 
 }
 
 /// Resolves a volume that is refreshed: a claim's binding stays, but its volume may have been expanded.
-async fn again(
+async fn resolve_again(
     context: &Context,
     pod: &Pod,
     volume: &Volume,
@@ -457,7 +458,8 @@ async fn again(
 ) -> ResolvedVolume {
     let may_grow = match &known.source {
         Source::Csi(served) => {
-            served.claim.is_some() && (served.grown.is_some() || context.csi.grows(&served.driver))
+            served.claim.is_some()
+                && (served.grown.is_some() || context.csi.supports_expansion(&served.driver))
         }
         Source::Local { .. } => !known.read_only,
         _ => false,
@@ -500,7 +502,12 @@ async fn resolve(
         .volume
         .ok_or_else(|| refused(format!("persistentVolume {wanted:?} not found")))?;
     let claimed = resolved::Claimed::new(found.claim, bound)?;
-    if claimed.is_for_one_pod() && !context.ledger.hold_alone(pod, &namespace, &name).await {
+    if claimed.is_for_one_pod()
+        && !context
+            .ledger
+            .acquire_exclusive_claim(pod, &namespace, &name)
+            .await
+    {
         return Err(resolved::already_in_use(&claimed));
     }
     resolved::check_node_affinity(&claimed, context.node.borrow().as_deref())?;
@@ -554,14 +561,14 @@ async fn passwords(
 }
 
 /// Sets up one volume. `is_new` is whether this agent sets it up for the pod for the first time.
-async fn one(
+async fn set_up_volume(
     context: &Context,
     volume: &Volume,
     resolved: &ResolvedVolume,
-    from: &MadeFrom<'_>,
-    held: &Held,
+    from: &Inputs<'_>,
+    credentials: &PodCredentials,
     is_new: bool,
-) -> Result<Made, Problem> {
+) -> Result<VolumeSetUp, Problem> {
     let (around, fetched) = (&from.around, from.fetched);
     // Containers that are running already have it from an earlier agent.
     let waits = is_new && !from.known;
@@ -569,9 +576,9 @@ async fn one(
         return Box::pin(csi::publish(context, around.pod, served, is_new, waits)).await;
     }
     if let Source::Disk { attached_as, .. } = &resolved.source {
-        attached::of_disk(context, around.pod, resolved, attached_as, waits).await?;
+        attached::report_disk_in_use(context, around.pod, resolved, attached_as, waits).await?;
     }
-    let given = held.fetch(context, around.pod, volume).await?;
+    let given = credentials.fetch(context, around.pod, volume).await?;
     let files = payload::files(volume, around, fetched, &given).transpose()?;
     if let Some(with_passwords) = passwords(context, resolved).await? {
         context
@@ -584,8 +591,8 @@ async fn one(
             .set_up_volume(around.pod, resolved, files)
             .await?;
     }
-    Ok(Made {
+    Ok(VolumeSetUp {
         labelled: resolved.labelled,
-        again: growth::of_local(context, around.pod, resolved, waits).await?,
+        again: growth::expand_local(context, around.pod, resolved, waits).await?,
     })
 }

@@ -15,34 +15,34 @@ use crate::sys::ownership;
 
 /// The volumes of a pod with such events, by the directory whose files are being changed.
 #[derive(Default)]
-pub(super) struct Telling(Mutex<BTreeMap<PathBuf, AbortOnDropHandle<()>>>);
+pub(super) struct PermissionEvents(Mutex<BTreeMap<PathBuf, AbortOnDropHandle<()>>>);
 
-impl Telling {
+impl PermissionEvents {
     /// Emits events about a volume until all of its files are changed. Does nothing if this is running already.
     pub(super) fn begin(&self, events: &Events, pod: &Pod, giving: &OwnershipChange) {
         let mut all = lock(&self.0);
-        all.retain(|_, telling| !telling.is_finished());
+        all.retain(|_, task| !task.is_finished());
         all.entry(giving.root.clone()).or_insert_with(|| {
-            let telling = emit(events.clone(), pod.clone(), giving.clone());
-            AbortOnDropHandle::new(tokio::spawn(telling))
+            let task = emit_while_running(events.clone(), pod.clone(), giving.clone());
+            AbortOnDropHandle::new(tokio::spawn(task))
         });
     }
 }
 
-async fn emit(events: Events, pod: Pod, giving: OwnershipChange) {
-    let far = || ownership::under_way(&giving.root);
-    let Some(begun) = far().map(|far| far.begun) else {
+async fn emit_while_running(events: Events, pod: Pod, giving: OwnershipChange) {
+    let progress = || ownership::under_way(&giving.root);
+    let Some(begun) = progress().map(|progress| progress.begun) else {
         return;
     };
     let (now, elapsed) = (Instant::now(), begun.elapsed());
-    for told in 0.. {
-        let left = permissions::due(told).saturating_sub(elapsed);
+    for count in 0.. {
+        let left = permissions::due(count).saturating_sub(elapsed);
         tokio::time::sleep_until(now + left).await;
         // A later change of the group has its own events.
-        let Some(far) = far().filter(|far| far.begun == begun) else {
+        let Some(progress) = progress().filter(|progress| progress.begun == begun) else {
             return;
         };
-        let message = permissions::message(&giving.display_path, told, far.files());
+        let message = permissions::message(&giving.display_path, count, progress.files());
         events.pod(&pod, None, Kind::Warning, permissions::REASON, message);
     }
 }
@@ -69,10 +69,10 @@ mod tests {
                 ownership::set_group(&root, group, false, false, &wait)
             }
         });
-        while ownership::under_way(&root).is_none_or(|far| far.files() == 0) {
+        while ownership::under_way(&root).is_none_or(|progress| progress.files() == 0) {
             std::thread::sleep(Duration::from_millis(1));
         }
-        let (events, mut heard) = Events::heard();
+        let (events, mut messages) = Events::recorded();
         let pod: Pod = serde_json::from_value(serde_json::json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"}, "spec": {"containers": []}}))
             .expect("a pod");
         let giving = OwnershipChange {
@@ -80,18 +80,18 @@ mod tests {
             display_path: "u/volumes/x/v".into(),
             progress: String::new(),
         };
-        let telling = Telling::default();
-        let mut passes = async |seconds: u64| {
+        let permission_events = PermissionEvents::default();
+        let mut attempt = async |seconds: u64| {
             // As in every attempt to set up the volume.
-            telling.begin(&events, &pod, &giving);
+            permission_events.begin(&events, &pod, &giving);
             tokio::time::sleep(Duration::from_secs(seconds)).await;
-            heard()
+            messages()
         };
-        assert!(passes(29).await.is_empty());
-        let first = passes(2).await;
+        assert!(attempt(29).await.is_empty());
+        let first = attempt(2).await;
         assert!(first.len() == 1 && first[0].contains("longer than expected"));
-        assert!(passes(58).await.is_empty());
-        let second = passes(2).await;
+        assert!(attempt(58).await.is_empty());
+        let second = attempt(2).await;
         assert_eq!(
             second,
             ["Setting volume ownership for u/volumes/x/v, processed 1 files."]
@@ -99,7 +99,11 @@ mod tests {
         go.send(()).expect("it waits");
         assert!(given.join().expect("given").is_ok());
         // No further events, and the task has returned.
-        assert!(passes(600).await.is_empty());
-        assert!(lock(&telling.0).values().all(|handle| handle.is_finished()));
+        assert!(attempt(600).await.is_empty());
+        assert!(
+            lock(&permission_events.0)
+                .values()
+                .all(|handle| handle.is_finished())
+        );
     }
 }

@@ -18,17 +18,17 @@ use crate::host::{HostError, blocking};
 use crate::kubeapi::pods::{ApiFailure, CertificateFor, Issued, TokenFor};
 
 /// Pauses between reads of a pending certificate request, before the volume's next attempt reads it.
-const LOOKS: [Duration; 4] = [
+const READ_PAUSES: [Duration; 4] = [
     Duration::from_millis(50),
     Duration::from_millis(200),
     Duration::from_millis(500),
     Duration::from_secs(1),
 ];
 /// How long a pending request is kept before it is replaced.
-const UNDECIDED: SignedDuration = SignedDuration::from_mins(10);
+const MAX_PENDING: SignedDuration = SignedDuration::from_mins(10);
 
 /// A pending certificate request.
-struct Asked {
+struct PendingRequest {
     request: String,
     key: String,
     at: Timestamp,
@@ -36,21 +36,21 @@ struct Asked {
 
 /// The certificates of one projected source.
 #[derive(Default)]
-struct Certified {
+struct CertificateState {
     issued: Option<(Credential, Timestamp, Timestamp)>,
-    asked: Option<Asked>,
+    pending: Option<PendingRequest>,
 }
 
 /// The credentials of one pod.
 #[derive(Default)]
-pub struct Held {
+pub struct PodCredentials {
     /// By volume and path.
     tokens: Mutex<BTreeMap<(String, String), Issued>>,
     /// By volume and index of the source.
-    certificates: Mutex<BTreeMap<(String, usize), Certified>>,
+    certificates: Mutex<BTreeMap<(String, usize), CertificateState>>,
 }
 
-impl Held {
+impl PodCredentials {
     /// Returns the credentials for the projected sources of a volume, and
     /// requests those that are missing or need renewal.
     pub async fn fetch(
@@ -140,20 +140,23 @@ impl Held {
     ) -> Result<Credential, Problem> {
         let place = (volume.to_owned(), source.source_index);
         // Removed during the request to the API; inserted again with all changes, even after a failure.
-        let mut certified = self
+        let mut certificate_state = self
             .certificates
             .lock()
             .await
             .remove(&place)
             .unwrap_or_default();
-        let outcome = certify(context, pod, source, &mut certified).await;
+        let outcome = ensure_certificate(context, pod, source, &mut certificate_state).await;
         let now = context.clock.now();
-        let usable = certified
+        let usable = certificate_state
             .issued
             .as_ref()
             .filter(|(_, _, ends)| *ends > now)
             .map(|(credential, ..)| credential.clone());
-        self.certificates.lock().await.insert(place, certified);
+        self.certificates
+            .lock()
+            .await
+            .insert(place, certificate_state);
         match (usable, outcome) {
             (Some(credential), Ok(())) => Ok(credential),
             (Some(credential), Err(error)) => {
@@ -173,42 +176,42 @@ impl Held {
 }
 
 /// Ensures a certificate that does not need renewal yet.
-async fn certify(
+async fn ensure_certificate(
     context: &Context,
     pod: &Pod,
     source: &CertificateSource,
-    certified: &mut Certified,
+    certificate_state: &mut CertificateState,
 ) -> Result<(), Problem> {
     let now = context.clock.now();
-    if certified
+    if certificate_state
         .issued
         .as_ref()
         .is_some_and(|(_, refresh, _)| *refresh > now)
     {
         return Ok(());
     }
-    if certified
-        .asked
+    if certificate_state
+        .pending
         .as_ref()
-        .is_none_or(|asked| now.duration_since(asked.at) > UNDECIDED)
+        .is_none_or(|pending| now.duration_since(pending.at) > MAX_PENDING)
     {
-        certified.asked = Some(ask(context, pod, source).await?);
+        certificate_state.pending = Some(request_certificate(context, pod, source).await?);
     }
-    let Some(asked) = &certified.asked else {
+    let Some(pending) = &certificate_state.pending else {
         return Ok(());
     };
     let namespace = pod.namespace().unwrap_or_default();
-    let about = format!("PodCertificateRequest {namespace}/{}", asked.request);
-    let looks = if certified.issued.is_some() {
-        &LOOKS[..0]
+    let about = format!("PodCertificateRequest {namespace}/{}", pending.request);
+    let read_pauses = if certificate_state.issued.is_some() {
+        &READ_PAUSES[..0]
     } else {
-        &LOOKS[..]
+        &READ_PAUSES[..]
     };
-    for pause in std::iter::once(&Duration::ZERO).chain(looks) {
+    for pause in std::iter::once(&Duration::ZERO).chain(read_pauses) {
         tokio::time::sleep(*pause).await;
-        let found = match context.api.certificate(&namespace, &asked.request).await {
+        let found = match context.api.certificate(&namespace, &pending.request).await {
             Err(ApiFailure::NotFound(_)) => {
-                certified.asked = None;
+                certificate_state.pending = None;
                 let why = format!("{about} was deleted before its signer answered");
                 return Err(Problem::later(why));
             }
@@ -223,15 +226,15 @@ async fn certify(
                 refresh,
                 ends,
             } => {
-                certified.issued = Some((
+                certificate_state.issued = Some((
                     Credential {
-                        key: asked.key.clone(),
+                        key: pending.key.clone(),
                         chain,
                     },
                     refresh,
                     ends,
                 ));
-                certified.asked = None;
+                certificate_state.pending = None;
                 return Ok(());
             }
         }
@@ -243,13 +246,17 @@ async fn certify(
 }
 
 /// Generates a key and requests a certificate.
-async fn ask(context: &Context, pod: &Pod, source: &CertificateSource) -> Result<Asked, Problem> {
+async fn request_certificate(
+    context: &Context,
+    pod: &Pod,
+    source: &CertificateSource,
+) -> Result<PendingRequest, Problem> {
     let Some(node) = context.node.borrow().clone() else {
         return Err(Problem::later("the node is not registered yet"));
     };
     let kind = source.key_type.clone();
     let (key, request) = blocking(move || make(&kind)).await?;
-    let asked = context
+    let answer = context
         .api
         .request_certificate(CertificateFor {
             pod,
@@ -258,13 +265,13 @@ async fn ask(context: &Context, pod: &Pod, source: &CertificateSource) -> Result
             request: &request,
         })
         .await;
-    let request = asked.map_err(|e| {
+    let request = answer.map_err(|e| {
         let signer = &source.signer;
         Problem::later(format!(
             "requesting a certificate of signer {signer} failed: {e}"
         ))
     })?;
-    Ok(Asked {
+    Ok(PendingRequest {
         request,
         key,
         at: context.clock.now(),

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, watch};
 
 /// How long a volume waits until the node's status reports it in use, or lists it as attached.
-pub(super) const REPORTING: Duration = Duration::from_secs(10);
+pub(super) const REPORT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The unique names of volumes that are in use and that the node's status reports so.
 #[derive(Default)]
@@ -33,20 +33,20 @@ impl Reported {
     }
 
     /// Requests a new status.
-    pub(super) fn outdated(&self) {
+    pub(super) fn request_update(&self) {
         self.changed.notify_one();
     }
 
-    /// Waits for a request of [`Reported::outdated`].
+    /// Waits for a request of [`Reported::request_update`].
     pub(super) async fn changed(&self) {
         self.changed.notified().await;
     }
 
     /// Waits until the status reports a volume in use.
-    pub(super) async fn lists(&self, volume: &str) -> Result<(), String> {
+    pub(super) async fn wait_until_reported(&self, volume: &str) -> Result<(), String> {
         let mut names = self.names.subscribe();
         let says = names.wait_for(|names| names.contains(volume));
-        match tokio::time::timeout(REPORTING, says).await {
+        match tokio::time::timeout(REPORT_TIMEOUT, says).await {
             Ok(Ok(_)) => Ok(()),
             _ => Err(format!(
                 "the node's status does not report {volume} as in use yet"

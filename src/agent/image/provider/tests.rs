@@ -78,7 +78,7 @@ impl Plugin {
     }
 
     /// The recorded requests.
-    fn asked(&self) -> Vec<serde_json::Value> {
+    fn requests(&self) -> Vec<serde_json::Value> {
         let text = std::fs::read_to_string(self.notes()).unwrap_or_default();
         let questions = text.lines().map(serde_json::from_str);
         questions.collect::<Result<_, _>>().expect("questions")
@@ -137,9 +137,9 @@ async fn credentials_of_plugins_are_cached() {
     );
     assert_eq!(first, [(entry("word"), None)]);
     assert_eq!(first, second);
-    assert_eq!(plugin.asked().len(), 1, "the second answer is cached");
+    assert_eq!(plugin.requests().len(), 1, "the second answer is cached");
     assert_eq!(
-        plugin.asked()[0],
+        plugin.requests()[0],
         json!({"kind": "CredentialProviderRequest", "apiVersion": VERSIONS[1], "image": "reg.example/x"})
     );
     assert_eq!(providers.credentials("other.test/x", caller).await, []);
@@ -204,12 +204,12 @@ fn mistakes_in_the_configuration_are_named() {
 }
 
 /// A plugin that requires tokens, and its answers for the given pods, in order.
-struct Asked {
+struct QueryResult {
     plugin: Plugin,
     answers: Vec<Vec<(Entry, Option<ByAccount>)>>,
 }
 
-async fn asked(login: &str, attributes: &str, api: &Api, pods: &[Pod]) -> Asked {
+async fn query(login: &str, attributes: &str, api: &Api, pods: &[Pod]) -> QueryResult {
     let plugin = Plugin::new(VERSIONS[0], login);
     let attributes =
         format!("  tokenAttributes: {{serviceAccountTokenAudience: reg, {attributes}}}\n");
@@ -224,7 +224,7 @@ async fn asked(login: &str, attributes: &str, api: &Api, pods: &[Pod]) -> Asked 
         };
         answers.push(providers.credentials("reg.example/x", caller).await);
     }
-    Asked { plugin, answers }
+    QueryResult { plugin, answers }
 }
 
 fn bot() -> Option<ByAccount> {
@@ -245,11 +245,11 @@ async fn a_plugin_gets_a_token_and_annotations_and_its_answer_is_cached_by_accou
     };
     let attributes = "cacheType: ServiceAccount, requireServiceAccount: true, requiredServiceAccountAnnotationKeys: [role]";
     let pods = [pod("p", "bot"), pod("q", "bot"), pod("p", "bot")];
-    let found = asked("", attributes, &api, &pods).await;
+    let found = query("", attributes, &api, &pods).await;
     for answer in &found.answers {
         assert_eq!(*answer, [(entry("word"), bot())]);
     }
-    let questions = found.plugin.asked();
+    let questions = found.plugin.requests();
     assert_eq!(
         questions,
         [
@@ -275,7 +275,7 @@ async fn with_cache_type_token_an_answer_is_cached_by_token() {
     // A plugin that returns the token as the password.
     let login =
         "PASS=$(echo \"$ASKED\" | sed 's/.*\"serviceAccountToken\":\"\\([^\"]*\\)\".*/\\1/')";
-    let found = asked(login, attributes, &api, &pods).await;
+    let found = query(login, attributes, &api, &pods).await;
     let passwords: Vec<&str> = found
         .answers
         .iter()
@@ -283,10 +283,10 @@ async fn with_cache_type_token_an_answer_is_cached_by_token() {
         .map(|(e, _)| e.password.as_str())
         .collect();
     assert_eq!(passwords, ["token-p-0", "token-q-1", "token-p-0"]);
-    assert_eq!(found.plugin.asked().len(), 2);
+    assert_eq!(found.plugin.requests().len(), 2);
     // A token that is bound to a pod must not be cached for other pods.
     let attributes = "cacheType: ServiceAccount, requireServiceAccount: true";
-    let found = asked(login, attributes, &api, &pods[..1]).await;
+    let found = query(login, attributes, &api, &pods[..1]).await;
     assert_eq!(found.answers, [vec![]]);
 }
 
@@ -295,20 +295,20 @@ async fn a_plugin_is_skipped_without_its_required_account_or_annotation() {
     let api = Api::default();
     let none = [pod("p", "")];
     let required = "cacheType: Token, requireServiceAccount: true";
-    let found = asked("", required, &api, &none).await;
+    let found = query("", required, &api, &none).await;
     assert_eq!(
-        (found.answers, found.plugin.asked()),
+        (found.answers, found.plugin.requests()),
         (vec![vec![]], vec![])
     );
     let optional = "cacheType: Token, requireServiceAccount: false";
-    let found = asked("", optional, &api, &none).await;
+    let found = query("", optional, &api, &none).await;
     assert_eq!(found.answers, [[(entry("word"), None)]]);
-    assert_eq!(found.plugin.asked()[0].get("serviceAccountToken"), None);
+    assert_eq!(found.plugin.requests()[0].get("serviceAccountToken"), None);
     let annotated = format!("{required}, requiredServiceAccountAnnotationKeys: [role]");
     for account in ["bot", "nobody"] {
-        let found = asked("", &annotated, &api, &[pod("p", account)]).await;
+        let found = query("", &annotated, &api, &[pod("p", account)]).await;
         assert_eq!(
-            (found.answers, found.plugin.asked()),
+            (found.answers, found.plugin.requests()),
             (vec![vec![]], vec![]),
             "{account}"
         );

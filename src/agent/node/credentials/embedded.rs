@@ -125,7 +125,7 @@ fn copy(config: &Config, now: Timestamp) -> anyhow::Result<bool> {
         );
         return Ok(false);
     }
-    pair.keep(&format!("{}\n", certificate.trim_end()), &key, now)
+    pair.store(&format!("{}\n", certificate.trim_end()), &key, now)
         .with_context(|| format!("cannot store {}", pair.current().display()))?;
     tracing::info!(pair = %pair.current().display(), "stored the kubeconfig's client certificate; requesting a new one");
     Ok(true)

@@ -12,7 +12,7 @@ use crate::sys::meter;
 use crate::sys::patient::Patient;
 
 /// Timeout for reading a filesystem's usage.
-const PATIENCE: Duration = Duration::from_secs(2);
+const FILESYSTEM_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The measurements of one round.
 #[derive(Debug, Clone, Default)]
@@ -75,7 +75,7 @@ pub(super) struct Filesystems {
     calls: Patient,
     read: fn(&Path) -> std::io::Result<Found>,
     /// Timeout for one filesystem.
-    patience: Duration,
+    timeout: Duration,
 }
 
 impl Default for Filesystems {
@@ -83,7 +83,7 @@ impl Default for Filesystems {
         Filesystems {
             calls: Patient::default(),
             read: |dir| Ok((Room::of(dir)?, std::fs::metadata(dir)?.dev())),
-            patience: PATIENCE,
+            timeout: FILESYSTEM_TIMEOUT,
         }
     }
 }
@@ -92,7 +92,7 @@ impl Filesystems {
     async fn room(&self, dir: PathBuf) -> Option<Found> {
         let (read, key) = (self.read, dir.display().to_string());
         let work = move || read(&dir).map_err(HostError::from);
-        let room = self.calls.call(&key, self.patience, work).await;
+        let room = self.calls.call(&key, self.timeout, work).await;
         room.inspect_err(
             |error| tracing::debug!(%error, dir = key, "cannot measure the filesystem"),
         )
@@ -212,7 +212,7 @@ mod tests {
                 }
                 Ok((Room::of(dir)?, 1))
             },
-            patience: Duration::from_secs(1),
+            timeout: Duration::from_secs(1),
             calls: Patient::default(),
         };
         let hangs = root.path().join("hangs");

@@ -40,32 +40,32 @@ const EVICTED: &str = "Evicted";
 /// Interval between full measurements.
 const PERIOD: Duration = Duration::from_secs(10);
 /// Interval while memory or process ids are short and no pod could be evicted: a pod may have started.
-const UNRELIEVED: Duration = Duration::from_secs(1);
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval between checks whether an evicted pod has terminated.
-const LOOK: Duration = Duration::from_millis(50);
+const TERMINATION_POLL: Duration = Duration::from_millis(50);
 /// Minimum pause between measurements, even if memory fluctuates around a threshold.
-const BREATH: Duration = Duration::from_millis(20);
+const MIN_PAUSE: Duration = Duration::from_millis(20);
 /// Pause after the runtime failed to report the directory of its images.
-const AGAIN: Duration = Duration::from_secs(10);
+const IMAGE_DIR_RETRY: Duration = Duration::from_secs(10);
 
 /// Runs until the process exits. Measures nothing without thresholds.
 pub async fn run(context: Arc<Context>) {
     let memory = Manager::new(&context, |resource| resource == Resource::Memory);
     let others = Manager::new(&context, |resource| resource != Resource::Memory);
     // Memory has its own tokio task, so that it is not delayed by other futures of this one.
-    let memory = AbortOnDropHandle::new(tokio::spawn(keep(memory)));
-    keep(others).await;
+    let memory = AbortOnDropHandle::new(tokio::spawn(run_manager(memory)));
+    run_manager(others).await;
     drop(memory);
 }
 
 /// Runs one manager until the process exits.
-async fn keep(manager: Option<Manager>) {
+async fn run_manager(manager: Option<Manager>) {
     let Some(mut manager) = manager else {
         return std::future::pending().await;
     };
     loop {
-        if let Some(most) = manager.pass().await {
-            manager.rest(most).await;
+        if let Some(most) = manager.measure_and_react().await {
+            manager.wait_for_next_pass(most).await;
         }
     }
 }
@@ -76,11 +76,11 @@ struct Manager {
     settings: Settings,
     watch: Watch,
     /// The origin of this task's times.
-    begun: Instant,
+    epoch: Instant,
     source: Source,
     ending: Ending,
     /// The resource and time of the last event `EvictionThresholdMet`.
-    told: Option<(Resource, Instant)>,
+    last_event: Option<(Resource, Instant)>,
 }
 
 /// The resources that a task measures.
@@ -92,7 +92,7 @@ enum Source {
         /// A directory on the filesystem of images; `None` until the runtime has reported it.
         images: watch::Receiver<Option<PathBuf>>,
         filesystems: Filesystems,
-        _asking: AbortOnDropHandle<()>,
+        _search: AbortOnDropHandle<()>,
     },
 }
 
@@ -103,7 +103,7 @@ async fn find_images(context: Arc<Context>, found: watch::Sender<Option<PathBuf>
             Ok(stock) => return found.send_modify(|dir| *dir = Some(stock.mountpoint)),
             Err(error) => {
                 tracing::debug!(%error, "cannot read the runtime's image filesystem; retrying");
-                tokio::time::sleep(AGAIN).await;
+                tokio::time::sleep(IMAGE_DIR_RETRY).await;
             }
         }
     }
@@ -117,11 +117,11 @@ impl Source {
             return Source::Memory(MemoryNotices::open());
         }
         let (found, images) = watch::channel(None);
-        let asking = tokio::spawn(find_images(Arc::clone(context), found));
+        let search = tokio::spawn(find_images(Arc::clone(context), found));
         Source::Others {
             images,
             filesystems: Filesystems::default(),
-            _asking: AbortOnDropHandle::new(asking),
+            _search: AbortOnDropHandle::new(search),
         }
     }
 
@@ -151,9 +151,9 @@ impl Manager {
             source: Source::of(&settings, context),
             settings,
             watch: Watch::default(),
-            begun: Instant::now(),
+            epoch: Instant::now(),
             ending: Ending::default(),
-            told: None,
+            last_event: None,
         })
     }
 
@@ -175,13 +175,13 @@ impl Manager {
     }
 
     /// Measures everything and reacts. Returns the time until the next measurement, or `None` if it is due immediately.
-    async fn pass(&mut self) -> Option<Duration> {
+    async fn measure_and_react(&mut self) -> Option<Duration> {
         let measured = self.measure().await;
         let found = self
             .watch
-            .assess(&self.settings, &measured.left, self.begun.elapsed());
+            .assess(&self.settings, &measured.left, self.epoch.elapsed());
         self.publish(&found, &measured.left);
-        self.ask_for_notices(&measured.left);
+        self.register_notifications(&measured.left);
         let mut rest = found.again.unwrap_or(PERIOD).min(PERIOD);
         let mut tried = BTreeSet::new();
         for threshold in &found.driving {
@@ -189,8 +189,8 @@ impl Manager {
             let Some(amount) = measured.left.get(&signal) else {
                 continue;
             };
-            self.hasten(threshold, *amount).await;
-            let ends = self.ending.wait(signal.pressure(), self.begun.elapsed());
+            self.shorten_grace_periods(threshold, *amount).await;
+            let ends = self.ending.wait(signal.pressure(), self.epoch.elapsed());
             if let Some(ends) = ends {
                 rest = rest.min(ends);
                 continue;
@@ -198,14 +198,14 @@ impl Manager {
             // Two thresholds on the same resource would evict the same pods.
             let elsewhere = measured.separate_images && signal.is_of_images();
             if tried.insert((signal.resource(), elsewhere))
-                && self.relieve(threshold, *amount, &measured).await
+                && self.reclaim(threshold, *amount, &measured).await
             {
                 return None;
             }
         }
         let quick = [Resource::Memory, Resource::Pids];
         match tried.iter().any(|(resource, _)| quick.contains(resource)) {
-            true => Some(rest.min(UNRELIEVED)),
+            true => Some(rest.min(RETRY_INTERVAL)),
             false => Some(rest),
         }
     }
@@ -229,7 +229,7 @@ impl Manager {
     }
 
     /// Registers kernel notifications for the next threshold of memory.
-    fn ask_for_notices(&mut self, left: &Observations) {
+    fn register_notifications(&mut self, left: &Observations) {
         let Source::Memory(notices) = &mut self.source else {
             return;
         };
@@ -246,20 +246,20 @@ impl Manager {
 
     /// Waits until the next measurement is due: for at most `most`, until an evicted pod has
     /// terminated, or until a further memory threshold is met.
-    async fn rest(&mut self, most: Duration) {
+    async fn wait_for_next_pass(&mut self, most: Duration) {
         let until = Instant::now() + most;
-        tokio::time::sleep(BREATH).await;
+        tokio::time::sleep(MIN_PAUSE).await;
         loop {
-            if self.has_one_ended().await {
+            if self.has_victim_terminated().await {
                 return;
             }
-            let Some(mut look) = self.look().await else {
+            let Some(mut pause) = self.next_memory_read().await else {
                 return;
             };
             if !self.ending.is_empty() {
-                look = look.min(LOOK);
+                pause = pause.min(TERMINATION_POLL);
             }
-            let next = until.min(Instant::now() + look);
+            let next = until.min(Instant::now() + pause);
             tokio::select! {
                 biased;
                 () = self.source.next() => {}
@@ -273,7 +273,7 @@ impl Manager {
 
     /// Returns the time until memory has to be read again, or `None` if a further
     /// threshold is met and everything has to be measured.
-    async fn look(&self) -> Option<Duration> {
+    async fn next_memory_read(&self) -> Option<Duration> {
         let Source::Memory(_) = self.source else {
             return Some(PERIOD);
         };
@@ -284,15 +284,15 @@ impl Manager {
     }
 
     /// Whether an evicted pod has terminated and released its resources.
-    async fn has_one_ended(&mut self) -> bool {
+    async fn has_victim_terminated(&mut self) -> bool {
         if self.ending.is_empty() {
             return false;
         }
         let pods = self.context.ledger.pods().await;
         let here: BTreeSet<&str> = pods.iter().map(|p| pod::uid(p)).collect();
         let ended = self.ending.forget(|uid| here.contains(uid));
-        for (uid, told) in &ended {
-            let took = self.begun.elapsed().saturating_sub(*told);
+        for (uid, evicted_at) in &ended {
+            let took = self.epoch.elapsed().saturating_sub(*evicted_at);
             tracing::info!(uid, ?took, "the evicted pod has terminated");
         }
         !ended.is_empty()
@@ -300,8 +300,8 @@ impl Manager {
 
     /// Shortens the grace period of pods that are already being evicted, if the
     /// threshold allows less time than they have left.
-    async fn hasten(&mut self, threshold: &Threshold, amount: Amount) {
-        let now = self.begun.elapsed();
+    async fn shorten_grace_periods(&mut self, threshold: &Threshold, amount: Amount) {
+        let now = self.epoch.elapsed();
         let pressure = threshold.signal.pressure();
         if self.ending.wait(pressure, now).is_none() {
             return;
@@ -319,7 +319,7 @@ impl Manager {
             let text = message(threshold, amount, &victim);
             let name = threshold.signal.name();
             let eviction = Eviction::under_pressure(uid, name, text, grace);
-            if self.context.ledger.end(uid, eviction.verdict).await {
+            if self.context.ledger.terminate(uid, eviction.verdict).await {
                 self.ending.told(pressure, uid, now, grace);
                 tracing::warn!(
                     pod = pod::full_name(&pod),
@@ -333,7 +333,7 @@ impl Manager {
 
     /// Reclaims resources: from dead containers and images where possible, otherwise by evicting a pod. Returns whether
     /// resources were or will be reclaimed, so that everything has to be measured again.
-    async fn relieve(
+    async fn reclaim(
         &mut self,
         threshold: &Threshold,
         amount: Amount,
@@ -341,7 +341,7 @@ impl Manager {
     ) -> bool {
         let signal = threshold.signal;
         let resource = signal.resource();
-        self.tell(resource);
+        self.emit_threshold_met(resource);
         let images_help = signal.is_of_images() || !measured.separate_images;
         if self.remove_dead_containers(threshold).await {
             return true;
@@ -352,21 +352,21 @@ impl Manager {
         let observed = Instant::now();
         let on = measured.part(signal);
         let ranked = rank(resource, victims::find(&self.context, resource, on).await);
-        let (now, pressure) = (self.begun.elapsed(), signal.pressure());
+        let (now, pressure) = (self.epoch.elapsed(), signal.pressure());
         let overdue = |victim: &&Candidate| {
             let uid = pod::uid(&victim.pod);
             self.ending.is_overdue(pressure, uid, now)
         };
-        let in_vain: Vec<String> = ranked.iter().filter(overdue).map(name).collect();
+        let without_effect: Vec<String> = ranked.iter().filter(overdue).map(name).collect();
         let victims: Vec<&Candidate> = ranked.iter().filter(|v| !overdue(v)).collect();
         for victim in victims {
             if self
                 .evict(threshold, amount, victim, &ranked, observed)
                 .await
             {
-                if !in_vain.is_empty() {
+                if !without_effect.is_empty() {
                     tracing::warn!(
-                        pods = in_vain.join(", "),
+                        pods = without_effect.join(", "),
                         "evicted pods did not terminate in time; evicted another pod"
                     );
                 }
@@ -398,17 +398,17 @@ impl Manager {
         let verdict = eviction.verdict.clone();
         let notes = annotations(resource, victim, ranked);
         context.events.annotate(uid, EVICTED, notes);
-        let is_told = context.ledger.evict(eviction).await;
-        if !is_told {
+        let is_evicted = context.ledger.evict(eviction).await;
+        if !is_evicted {
             context.events.annotate(uid, EVICTED, BTreeMap::new());
-            if !context.ledger.end(uid, verdict).await {
+            if !context.ledger.terminate(uid, verdict).await {
                 return false;
             }
         }
         self.ending
-            .told(signal.pressure(), uid, self.begun.elapsed(), grace);
+            .told(signal.pressure(), uid, self.epoch.elapsed(), grace);
         let age = observed.elapsed();
-        if is_told {
+        if is_evicted {
             context.metrics.eviction_decided(signal.name(), age);
         }
         let ranking = explain(resource, ranked);
@@ -416,7 +416,7 @@ impl Manager {
             pod = name(victim),
             message = text,
             ranking,
-            ends_already = !is_told,
+            ends_already = !is_evicted,
             "evicting the pod: the node is short of {}",
             resource.name()
         );
@@ -424,15 +424,15 @@ impl Manager {
     }
 
     /// Emits the event `EvictionThresholdMet`, at most once per [`PERIOD`] for the same resource.
-    fn tell(&mut self, resource: Resource) {
+    fn emit_threshold_met(&mut self, resource: Resource) {
         let now = Instant::now();
         if self
-            .told
+            .last_event
             .is_some_and(|(what, at)| what == resource && now - at < PERIOD)
         {
             return;
         }
-        self.told = Some((resource, now));
+        self.last_event = Some((resource, now));
         let text = format!("Attempting to reclaim {}", resource.name());
         let name = &self.context.config.node_name;
         let events = &self.context.events;
@@ -452,7 +452,7 @@ impl Manager {
             Resource::EphemeralStorage | Resource::Inodes => {}
             Resource::Memory | Resource::Pids => return false,
         }
-        match dead_containers::collect(&self.context, true).await {
+        match dead_containers::find_and_remove(&self.context, true).await {
             Ok((removed, failures)) => {
                 for error in failures.values() {
                     tracing::warn!(error, "removing a dead container failed");

@@ -22,11 +22,11 @@ use crate::host::blocking;
 use crate::sys::meter;
 
 /// Timeout for measuring the disk usage of pods. Usage that cannot be measured in this time counts as zero.
-const COUNTING: Duration = Duration::from_secs(60);
+const MEASURE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Limit for parallel measurements of disk usage: each walks through directories in its own thread.
-const WALKS: usize = 8;
+const MAX_PARALLEL_WALKS: usize = 8;
 /// How long a walk occupies its slot: a filesystem that hangs must not block the measurement of other pods.
-const TURN: Duration = Duration::from_secs(5);
+const WALK_SLOT_TIME: Duration = Duration::from_secs(5);
 
 /// The pods that can be evicted, each with its object from the API. Includes terminating pods: their remaining grace
 /// period may be longer than the node can wait.
@@ -48,7 +48,7 @@ async fn pods(context: &Context) -> Vec<(Arc<Pod>, Option<Known>)> {
 
 /// The names and ids of a pod's containers.
 fn containers(known: &Known) -> Vec<(String, String)> {
-    let Some(status) = &known.told().status else {
+    let Some(status) = &known.status_object().status else {
         return vec![];
     };
     let regular = status.container_statuses.iter().flatten();
@@ -118,21 +118,21 @@ async fn in_cgroups(context: &Context, pods: Vec<(Arc<Pod>, Option<Known>)>) -> 
 /// Writable layers, by pod and container.
 type Layers = BTreeMap<(String, String), Layer>;
 
-/// Runs `work` as soon as a slot is free. Releases the slot after [`TURN`], even if `work` is still running.
-async fn in_turn<T>(places: &Semaphore, work: impl Future<Output = T>) -> T {
+/// Runs `work` as soon as a slot is free. Releases the slot after [`WALK_SLOT_TIME`], even if `work` is still running.
+async fn with_slot<T>(slots: &Semaphore, work: impl Future<Output = T>) -> T {
     // The semaphore is never closed.
-    let place = places.acquire().await;
+    let slot = slots.acquire().await;
     let mut work = pin!(work);
-    match tokio::time::timeout(TURN, &mut work).await {
+    match tokio::time::timeout(WALK_SLOT_TIME, &mut work).await {
         Ok(done) => done,
         Err(_) => {
-            drop(place);
+            drop(slot);
             work.await
         }
     }
 }
 
-/// Measures the pods' usage of a filesystem, [`WALKS`] pods in parallel.
+/// Measures the pods' usage of a filesystem, [`MAX_PARALLEL_WALKS`] pods in parallel.
 async fn on_disk(
     context: &Context,
     pods: Vec<(Arc<Pod>, Option<Known>)>,
@@ -145,13 +145,16 @@ async fn on_disk(
             Layers::new()
         }),
     };
-    let (places, until) = (Semaphore::new(WALKS), Instant::now() + COUNTING);
+    let (slots, until) = (
+        Semaphore::new(MAX_PARALLEL_WALKS),
+        Instant::now() + MEASURE_TIMEOUT,
+    );
     let counts = pods.into_iter().map(|(pod, _)| async {
-        let counting = in_turn(&places, count(context, &pod, part, &layers));
+        let counting = with_slot(&slots, measure_pod(context, &pod, part, &layers));
         let figures = match tokio::time::timeout_at(until, counting).await {
             Ok(figures) => figures,
             Err(_) => {
-                tracing::warn!(pod = pod::full_name(&pod), waited = ?COUNTING, "measuring the pod's disk usage timed out");
+                tracing::warn!(pod = pod::full_name(&pod), waited = ?MEASURE_TIMEOUT, "measuring the pod's disk usage timed out");
                 PodFigures::default()
             }
         };
@@ -160,7 +163,7 @@ async fn on_disk(
     join_all(counts).await
 }
 
-async fn count(context: &Context, pod: &Pod, part: Part, layers: &Layers) -> PodFigures {
+async fn measure_pod(context: &Context, pod: &Pod, part: Part, layers: &Layers) -> PodFigures {
     let mut figures = PodFigures::default();
     if part != Part::Layers {
         for volume in local_storage::volumes_on_disk(pod) {
@@ -202,8 +205,8 @@ mod tests {
     /// 100 pods, of which ten have a filesystem that hangs.
     #[tokio::test(start_paused = true)]
     async fn few_pods_are_measured_at_a_time_and_hanging_ones_do_not_block_the_others() {
-        let (places, now, most) = (
-            Semaphore::new(WALKS),
+        let (slots, now, most) = (
+            Semaphore::new(MAX_PARALLEL_WALKS),
             AtomicUsize::new(0),
             AtomicUsize::new(0),
         );
@@ -219,12 +222,12 @@ mod tests {
                 tokio::time::sleep(took).await;
                 now.fetch_sub(1, Ordering::Relaxed);
             };
-            tokio::time::timeout(COUNTING, in_turn(&places, walk))
+            tokio::time::timeout(MEASURE_TIMEOUT, with_slot(&slots, walk))
         });
         let counted = join_all(counts).await;
         let failed = counted.iter().filter(|count| count.is_err()).count();
         assert_eq!(failed, 10);
         // The pods that hang have released their slots.
-        assert!(most.into_inner() <= WALKS + 10);
+        assert!(most.into_inner() <= MAX_PARALLEL_WALKS + 10);
     }
 }

@@ -42,7 +42,7 @@ impl Job {
         let name = &start.container.name;
         let secrets = self.pull_secrets().await;
         let (context, pod) = (self.context(), &self.pod);
-        let whose = image::For {
+        let whose = image::PullContext {
             pod,
             role: start.role,
             sandbox: self,
@@ -74,7 +74,7 @@ impl Job {
                 "Unable to retrieve some image pull secrets ({}); attempting to pull the image may not succeed.",
                 missing.join(", ")
             );
-            self.say(Kind::Warning, "FailedToRetrieveImagePullSecret", message);
+            self.emit_event(Kind::Warning, "FailedToRetrieveImagePullSecret", message);
         }
         found
     }

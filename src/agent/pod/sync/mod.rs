@@ -105,7 +105,7 @@ pub struct Tools {
     /// Cancelled when the pod terminates: operations that have not begun are abandoned.
     pub ending: CancellationToken,
     /// Cancelled when the pod was deleted and its end is awaited: patient operations no longer wait.
-    pub awaited: CancellationToken,
+    pub end_awaited: CancellationToken,
     /// The pending admission, which the dispatcher requested when it started
     /// the worker; the first [`Op::Admit`] takes it.
     pub admission: Mutex<Option<Admission>>,
@@ -120,9 +120,9 @@ pub struct Job {
     pub resizing: Resizing,
     pub assets: Assets,
     /// A start was cancelled earlier: its calls must complete before the pod is observed.
-    pub cut_off: bool,
+    pub start_cancelled: bool,
     /// Only the pod itself depends on this operation, so container starts of other pods go first.
-    pub patient: bool,
+    pub can_wait: bool,
 }
 
 type Result<T> = std::result::Result<T, Outcome>;
@@ -136,22 +136,22 @@ impl Job {
         &self.tools.log
     }
 
-    fn say(&self, kind: Kind, reason: &str, message: impl Into<String>) {
+    fn emit_event(&self, kind: Kind, reason: &str, message: impl Into<String>) {
         self.context()
             .events
             .pod(&self.pod, None, kind, reason, message);
     }
 
     /// Emits a warning, and returns the fault with `what` prepended.
-    fn warned(&self, reason: &str, what: &str, fault: impl Into<Fault>) -> Fault {
+    fn emit_warning(&self, reason: &str, what: &str, fault: impl Into<Fault>) -> Fault {
         let fault = fault.into().within(what);
-        self.say(Kind::Warning, reason, &fault.message);
+        self.emit_event(Kind::Warning, reason, &fault.message);
         fault
     }
 
     /// Emits the event `FailedCreatePodSandBox`.
     fn no_sandbox(&self, fault: impl Into<Fault>) -> Fault {
-        self.warned(
+        self.emit_warning(
             "FailedCreatePodSandBox",
             "Failed to create pod sandbox",
             fault,
@@ -159,17 +159,17 @@ impl Job {
     }
 
     /// Executes an operation.
-    pub async fn carry_out(&self, op: &Op) -> (Outcome, Option<Asset>) {
+    pub async fn execute(&self, op: &Op) -> (Outcome, Option<Asset>) {
         let result = match op {
-            Op::Observe { logs } => self.observe(*logs).await.map(plain),
-            Op::Admit => Ok(plain(self.admit().await)),
-            Op::RequestResize => Ok(plain(self.grow().await)),
+            Op::Observe { logs } => self.observe(*logs).await.map(without_asset),
+            Op::Admit => Ok(without_asset(self.admit().await)),
+            Op::RequestResize => Ok(without_asset(self.request_resize().await)),
             Op::CancelResize => {
                 let sizes = Arc::clone(&self.update.pod);
-                self.context().ledger.withdraw(sizes).await;
-                Ok(plain(Outcome::Done))
+                self.context().ledger.cancel_resize(sizes).await;
+                Ok(without_asset(Outcome::Done))
             }
-            Op::Mirror => self.mirror().await.map(plain),
+            Op::Mirror => self.mirror().await.map(without_asset),
             Op::Prepare => self.prepare().await,
             Op::Upkeep => self.upkeep().await,
             Op::Volumes { known } => self.volumes(*known).await,
@@ -188,25 +188,29 @@ impl Job {
                 };
                 let started = Box::pin(self.start(start, &place));
                 let started = self.context().starts.container(started).await;
-                started.map(plain)
+                started.map(without_asset)
             }
             Op::PreStop { kill, .. } => {
                 self.pre_stop(kill, true).await;
-                Ok(plain(Outcome::Done))
+                Ok(without_asset(Outcome::Done))
             }
-            Op::Stop { kill, first, until } => self.stop(kill, *first, *until).await.map(plain),
-            Op::StopSandbox(id) => self.stop_sandbox(id).await.map(plain),
-            Op::RestartAll(kills) => self.restart_all(kills).await.map(plain),
-            Op::Resize { names, to } => self.resize(names, to).await.map(plain),
-            Op::UnprepareClaims => self.return_claims().await.map(plain),
+            Op::Stop { kill, first, until } => {
+                self.stop(kill, *first, *until).await.map(without_asset)
+            }
+            Op::StopSandbox(id) => self.stop_sandbox(id).await.map(without_asset),
+            Op::RestartAll(kills) => self.restart_all(kills).await.map(without_asset),
+            Op::Resize { names, to } => self.resize(names, to).await.map(without_asset),
+            Op::UnprepareClaims => self.release_claims().await.map(without_asset),
             Op::Collect {
                 containers,
                 sandboxes,
-            } => Ok(plain(self.collect(containers, sandboxes).await)),
-            Op::Release { content } => self.release(*content).await.map(plain),
-            Op::Finalise => self.finalise().await.map(plain),
+            } => Ok(without_asset(
+                self.remove_exited(containers, sandboxes).await,
+            )),
+            Op::Release { content } => self.release(*content).await.map(without_asset),
+            Op::Finalise => self.delete_object().await.map(without_asset),
         };
-        result.unwrap_or_else(plain)
+        result.unwrap_or_else(without_asset)
     }
 
     /// Measures an operation on the pod's cgroup, if pods have cgroups.
@@ -223,9 +227,10 @@ impl Job {
         let (context, log) = (self.context(), self.log());
         log.begin(Step::Admission, "");
         let (pod, inbox) = (Arc::clone(&self.pod), self.tools.inbox.clone());
-        let asked = lock(&self.tools.admission).take();
-        let asked = asked.unwrap_or_else(|| context.ledger.admit(pod.clone(), inbox.clone()));
-        let mut answer = asked.answer().await;
+        let admission = lock(&self.tools.admission).take();
+        let admission =
+            admission.unwrap_or_else(|| context.ledger.admit(pod.clone(), inbox.clone()));
+        let mut answer = admission.answer().await;
         // A label may have been set just now, and the scheduler may have seen it before the agent:
         // read the Node again before the pod is rejected.
         let by_labels = |refusal: &Refusal| refusal.reason == NODE_AFFINITY;
@@ -252,12 +257,12 @@ impl Job {
         }
     }
 
-    async fn grow(&self) -> Outcome {
+    async fn request_resize(&self) -> Outcome {
         let desired = Arc::clone(&self.update.pod);
         match self
             .context()
             .ledger
-            .grow(desired, Arc::clone(&self.pod))
+            .request_resize(desired, Arc::clone(&self.pod))
             .await
         {
             Ok(()) => Outcome::Granted,
@@ -318,7 +323,7 @@ impl Job {
     }
 }
 
-fn plain(outcome: Outcome) -> (Outcome, Option<Asset>) {
+fn without_asset(outcome: Outcome) -> (Outcome, Option<Asset>) {
     (outcome, None)
 }
 

@@ -19,21 +19,21 @@ impl Job {
     /// containers that the runtime does not have.
     pub(super) async fn observe(&self, logs: bool) -> Result<Outcome> {
         let context = self.context();
-        if self.cut_off {
-            self.starts_settle().await;
+        if self.start_cancelled {
+            self.wait_for_cancelled_starts().await;
         }
-        let look = async {
+        let read = async {
             let observed = context.runtime.observe(pod::uid(&self.pod)).await;
             observed
                 .map_err(|e| Fault::from(e).within("cannot read the pod's state from the runtime"))
         };
         let mut observed = self
             .log()
-            .step(Step::Observe, "", look)
+            .step(Step::Observe, "", read)
             .await
             .map_err(|fault| {
                 let message = format!("error determining status: {fault}");
-                self.say(Kind::Warning, "FailedSync", message);
+                self.emit_event(Kind::Warning, "FailedSync", message);
                 fault
             })?;
         for container in observed
@@ -41,7 +41,7 @@ impl Job {
             .iter_mut()
             .filter(|c| c.state == ContainerState::Exited)
         {
-            self.complete_ended(container).await;
+            self.add_termination_message(container).await;
         }
         self.forget_messages(&observed.containers);
         let mut logged = BTreeMap::new();
@@ -68,13 +68,13 @@ impl Job {
     /// Adds the termination message to an exited container. First, once, kills processes that the runtime has
     /// lost. After a shim was killed, containerd 2 reports the container as exited while its processes still
     /// run. These must not run next to a new instance.
-    async fn complete_ended(&self, container: &mut observed::Container) {
+    async fn add_termination_message(&self, container: &mut observed::Container) {
         let known = || lock(&self.tools.messages);
         let read = known().get(&container.id).cloned();
         let text = match read {
             Some(text) => text,
             None => {
-                self.kill_remains(container).await;
+                self.kill_lost_processes(container).await;
                 let text = self
                     .termination_message(container)
                     .await
@@ -92,7 +92,7 @@ impl Job {
         }
     }
 
-    async fn kill_remains(&self, container: &observed::Container) {
+    async fn kill_lost_processes(&self, container: &observed::Container) {
         let (host, id) = (&self.context().host, &container.id);
         if let Err(error) = host.remove_container_cgroup(&self.pod, id).await {
             let name = &container.name;

@@ -27,8 +27,8 @@ pub struct Setup {
 impl Job {
     /// Prepares a sandbox: determines its settings, and creates cgroup and directories.
     pub(super) async fn prepare(&self) -> Result<(Outcome, Option<Asset>)> {
-        let (handler, users) = self.isolation().await?;
-        let cgroup_parent = self.keep_in_order().await?;
+        let (handler, users) = self.runtime_isolation().await?;
+        let cgroup_parent = self.ensure_cgroup_and_directories().await?;
         let setup = Arc::new(Setup {
             cgroup_parent,
             handler,
@@ -42,7 +42,7 @@ impl Job {
     pub(super) async fn upkeep(&self) -> Result<(Outcome, Option<Asset>)> {
         // Read first, as the settings are available even if the repair fails.
         let setup = self.setup().await?.map(Asset::Setup);
-        let kept = self.keep_in_order().await;
+        let kept = self.ensure_cgroup_and_directories().await;
         let outcome = kept.map_or_else(Outcome::from, |_| Outcome::Done);
         Ok((outcome, setup))
     }
@@ -71,13 +71,13 @@ impl Job {
     }
 
     /// Creates the pod's cgroup and directories if they are missing. Returns the cgroup.
-    async fn keep_in_order(&self) -> std::result::Result<String, Fault> {
+    async fn ensure_cgroup_and_directories(&self) -> std::result::Result<String, Fault> {
         let (context, pod) = (self.context(), &self.pod);
         // Keeps the actuated size: a pending resize changes it later, after checking the usage.
         let owed = self.resizing.needs_cgroup_resize(&resize::wanted(pod));
         let sized = self.resizing.cgroup.as_ref().filter(|_| owed);
         let sized = sized.map_or(Cow::Borrowed(&**pod), |c| Cow::Owned(resize::with(pod, c)));
-        let make_cgroup = context.host.ensure_cgroup(&sized, self.cpu_limit());
+        let make_cgroup = context.host.ensure_cgroup(&sized, self.has_cpu_limit());
         let make_cgroup = self.count_cgroup("create", make_cgroup);
         let cgroup_parent = self
             .log()
@@ -85,25 +85,27 @@ impl Job {
             .await
             .map_err(|error| {
                 let what = "unable to ensure pod container exists";
-                self.warned("FailedCreatePodContainer", what, error)
+                self.emit_warning("FailedCreatePodContainer", what, error)
             })?;
         let make_directories = context.host.make_directories(pod);
         self.log()
             .step(Step::Directories, "", make_directories)
             .await
-            .map_err(|error| self.warned("Failed", "error making pod data directories", error))?;
+            .map_err(|error| {
+                self.emit_warning("Failed", "error making pod data directories", error)
+            })?;
         Ok(cgroup_parent)
     }
 
     /// Whether the pod's cgroup limits CPU time: not if a container has exclusive CPUs, which it may use completely.
-    pub(super) fn cpu_limit(&self) -> bool {
+    pub(super) fn has_cpu_limit(&self) -> bool {
         let pinning = self.context().ledger.pinning();
         let has_own = pinning.borrow().pod_has_own_cpus(pod::uid(&self.pod));
         !has_own
     }
 
     /// Resolves the pod's runtime handler and the id mappings of its user namespace.
-    async fn isolation(&self) -> Result<(String, Option<Mappings>)> {
+    async fn runtime_isolation(&self) -> Result<(String, Option<Mappings>)> {
         let (context, pod) = (self.context(), &self.pod);
         let spec = pod::spec(pod);
         let handler = match spec.runtime_class_name.as_deref().filter(|n| !n.is_empty()) {

@@ -15,7 +15,7 @@ impl Job {
     /// removes sandboxes, containers and directories.
     pub(super) async fn release(&self, content: bool) -> Result<Outcome> {
         let (context, pod) = (self.context(), &self.pod);
-        let give_back = async {
+        let work = async {
             if content {
                 // Calls of cancelled starts may still be running; each has a deadline.
                 self.tools.starts.wait().await;
@@ -33,20 +33,20 @@ impl Job {
             }
             Ok::<_, Fault>(())
         };
-        self.log().step(Step::Release, "", give_back).await?;
+        self.log().step(Step::Release, "", work).await?;
         context.ledger.release(pod::uid(pod));
         Ok(Outcome::Done)
     }
 
     /// Unprepares the pod's resource claims with their drivers.
-    pub(super) async fn return_claims(&self) -> Result<Outcome> {
+    pub(super) async fn release_claims(&self) -> Result<Outcome> {
         let context = self.context();
-        let give_back = async {
-            let given_back = context.claims.give_back(context, pod::uid(&self.pod));
-            let told = |why| Fault::later(format!("unprepare dynamic resources: {why}"));
-            given_back.await.map_err(told)
+        let work = async {
+            let released = context.claims.release(context, pod::uid(&self.pod));
+            let fault = |why| Fault::later(format!("unprepare dynamic resources: {why}"));
+            released.await.map_err(fault)
         };
-        let step = self.log().step(Step::UnprepareClaims, "", give_back);
+        let step = self.log().step(Step::UnprepareClaims, "", work);
         step.await?;
         Ok(Outcome::Done)
     }
@@ -79,7 +79,7 @@ impl Job {
 
     /// Deletes the pod's object in the API after all resources are released and the last
     /// status is written (upstream's `canBeDeleted`).
-    pub(super) async fn finalise(&self) -> Result<Outcome> {
+    pub(super) async fn delete_object(&self) -> Result<Outcome> {
         let Some(object) = &self.update.object else {
             return Ok(Outcome::Done);
         };
@@ -105,7 +105,7 @@ impl Job {
     }
 
     /// Removes exited containers with their logs, and sandboxes. The worker plans failed removals again.
-    pub(super) async fn collect(
+    pub(super) async fn remove_exited(
         &self,
         containers: &[(String, String, u32)],
         sandboxes: &[String],

@@ -17,7 +17,7 @@ impl Job {
             self.log().fail(Step::Resize, "", &error, None);
             let described = resize::described(&self.pod, Some(&error));
             let message = format!("Pod resize error: {described}");
-            self.say(Kind::Warning, "ResizeError", message);
+            self.emit_event(Kind::Warning, "ResizeError", message);
             return Err(Fault::later(error).into());
         }
         self.log().close(Step::Resize, "");
@@ -57,7 +57,7 @@ impl Job {
         }
         resize::check_lowered(&checked)?;
         let larger = resize::with_larger(pod, &at_most, &resize::desired(pod));
-        let widen = context.host.ensure_cgroup(&larger, self.cpu_limit());
+        let widen = context.host.ensure_cgroup(&larger, self.has_cpu_limit());
         let widened = self.count_cgroup("update", widen).await;
         widened.map_err(|e| e.message)?;
         for (container, seen) in wanted {
@@ -68,7 +68,7 @@ impl Job {
                 .await
                 .map_err(|e| format!("container {} cannot be resized: {e}", container.name))?;
         }
-        let set = context.host.ensure_cgroup(pod, self.cpu_limit());
+        let set = context.host.ensure_cgroup(pod, self.has_cpu_limit());
         let set = self.count_cgroup("update", set).await;
         set.map(drop).map_err(|e| e.message)
     }

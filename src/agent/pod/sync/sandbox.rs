@@ -18,36 +18,35 @@ use crate::core::pod::{cri_config, dns};
 /// More than a runtime takes to create a sandbox while no network plugin hangs. containerd (1.6 to 2.2)
 /// calls the plugins and then starts the sandbox's shim. If the call is cancelled during that start, the
 /// shim is leaked, and the runtime does not know it.
-const USUAL: Duration = Duration::from_secs(5);
+const USUAL_CREATION_TIME: Duration = Duration::from_secs(5);
 
 impl Job {
     pub(super) async fn sandbox(&self, attempt: u32) -> Result<(Outcome, Option<Asset>)> {
-        let asked = AtomicBool::new(false);
+        let request_sent = AtomicBool::new(false);
         let make = async {
             self.prepare_claims().await?;
-            let make = self.make_sandbox(attempt, &asked);
+            let make = self.make_sandbox(attempt, &request_sent);
             Ok(self.log().step(Step::Sandbox, "", make).await?)
         };
         tokio::select! {
-            // The order is fixed: `make` marks the call as sent before the second branch reads the mark.
-            biased;
-            made = make => made,
-            // A terminating pod does not wait for a network plugin that may hang. Dropping the call cancels it in the
-            // runtime, as in the kubelet (`pkg/kubelet/pod_workers.go` cancels the context of `SyncPod`). The worker
-            // observes a sandbox that was created nevertheless.
-            () = self.cut_off(&asked) => match asked.load(Ordering::Relaxed) {
-                false => Ok((Outcome::Abandoned, None)),
-                true => Err(Fault::later("the pod is terminating: creating its sandbox was cancelled").into()),
-            },
-        }
+                    // The order is fixed: `make` marks the call as sent before the second branch reads the mark.
+                    biased;
+                    made = make => made,
+                    // A terminating pod does not wait for a network plugin that may hang. Dropping the call cancels it in the
+                    // runtime, as in the kubelet (`pkg/kubelet/pod_workers.go` cancels the context of `SyncPod`). The worker
+                    // observes a sandbox that was created nevertheless.
+        ( ) = self . wait_until_terminating ( & request_sent ) => match request_sent . load ( Ordering :: Relaxed ) { false => Ok ( ( Outcome :: Abandoned , None ) ) ,
+                        true => Err(Fault::later("the pod is terminating: creating its sandbox was cancelled").into()),
+                    },
+                }
     }
 
     /// Waits until the pod terminates. If the runtime is then creating the
     /// sandbox, waits for the usual duration of that.
-    async fn cut_off(&self, asked: &AtomicBool) {
+    async fn wait_until_terminating(&self, request_sent: &AtomicBool) {
         self.tools.ending.cancelled().await;
-        if asked.load(Ordering::Relaxed) {
-            tokio::time::sleep(USUAL).await;
+        if request_sent.load(Ordering::Relaxed) {
+            tokio::time::sleep(USUAL_CREATION_TIME).await;
         }
     }
 
@@ -61,7 +60,7 @@ impl Job {
             context.claims.prepare(context, pod).await.map_err(|why| {
                 let fault = Fault::later(format!("prepare dynamic resources: {why}"));
                 let message = format!("Failed to prepare dynamic resources: {fault}");
-                self.say(Kind::Warning, "FailedPrepareDynamicResources", message);
+                self.emit_event(Kind::Warning, "FailedPrepareDynamicResources", message);
                 fault
             })
         };
@@ -72,18 +71,18 @@ impl Job {
     async fn make_sandbox(
         &self,
         attempt: u32,
-        asked: &AtomicBool,
+        request_sent: &AtomicBool,
     ) -> std::result::Result<(Outcome, Option<Asset>), Fault> {
         let (context, pod) = (self.context(), &self.pod);
         let node = self.node().await?;
         let config = cri_config::sandbox(pod, attempt, &node);
         let config = config.map_err(|fault| self.no_sandbox(fault))?;
         for (reason, warning) in dns::config(pod, &node.resolver).1 {
-            self.say(Kind::Warning, reason, warning);
+            self.emit_event(Kind::Warning, reason, warning);
         }
         let own_users = pod::spec(pod).host_users == Some(false);
         let make = async {
-            asked.store(true, Ordering::Relaxed);
+            request_sent.store(true, Ordering::Relaxed);
             let begun = Instant::now();
             let made = context
                 .runtime
@@ -98,19 +97,19 @@ impl Job {
         let id = made.map_err(|e| self.no_sandbox(e))?;
         let ips = context.runtime.sandbox_ips(&id).await.map_err(|e| {
             let what = "Unable to get pod sandbox status";
-            self.warned("FailedPodSandBoxStatus", what, e)
+            self.emit_warning("FailedPodSandBoxStatus", what, e)
         })?;
         let asset = Asset::Sandbox(id.clone(), Arc::new(config));
         Ok((Outcome::Sandbox { id, ips }, Some(asset)))
     }
 
     pub(super) async fn stop_sandbox(&self, id: &str) -> Result<Outcome> {
-        if self.patient {
-            let mut lull = self.context().starts.lull();
+        if self.can_wait {
+            let mut idle_gate = self.context().starts.idle_gate();
             tokio::select! {
                 biased;
-                () = lull.wait(Instant::now()) => {}
-                () = self.tools.awaited.cancelled() => {}
+                () = idle_gate.wait(Instant::now()) => {}
+                () = self.tools.end_awaited.cancelled() => {}
             }
         }
         self.log().begin(Step::StopSandbox, "");
@@ -129,7 +128,7 @@ impl Job {
                     Fault::from(error).within(&format!("the sandbox {id} cannot be stopped"));
                 self.log()
                     .end(Step::StopSandbox, "", Progress::Failed(fault.to_string()));
-                self.say(
+                self.emit_event(
                     Kind::Warning,
                     "FailedKillPod",
                     format!("error killing pod: {fault}"),

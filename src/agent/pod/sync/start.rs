@@ -31,10 +31,10 @@ use crate::cri::{RuntimeError, RuntimeErrorKind};
 use crate::host::SubPath;
 
 /// Maximum time to wait for the runtime to complete a cancelled start.
-const START_ENDS: Duration = Duration::from_secs(10);
+const CANCELLED_START_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout for reading the status of a container that was just started.
 /// Afterwards the worker observes the whole pod instead.
-const STARTED_TELLS: Duration = Duration::from_secs(2);
+const STARTED_STATUS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The sandbox of a container.
 pub(super) struct Place<'a> {
@@ -99,15 +99,15 @@ impl Job {
             return Ok(Outcome::HookFailed { id, message });
         }
         self.log().close(Step::BackOff, name);
-        let seen = self.just_started(&id, place.sandbox).await;
+        let seen = self.read_started(&id, place.sandbox).await;
         Ok(Outcome::Started { id, seen })
     }
 
     /// Reads the status of a container that was just started. On failure returns `None`; the worker then
     /// observes the whole pod and reports the error.
-    async fn just_started(&self, id: &str, sandbox: &str) -> Option<Box<observed::Container>> {
+    async fn read_started(&self, id: &str, sandbox: &str) -> Option<Box<observed::Container>> {
         let ask = self.context().runtime.container(id, sandbox);
-        match tokio::time::timeout(STARTED_TELLS, ask).await {
+        match tokio::time::timeout(STARTED_STATUS_TIMEOUT, ask).await {
             Ok(Ok(container)) => container.map(Box::new),
             Ok(Err(error)) => {
                 tracing::debug!(%error, id, "cannot read the status of a started container");
@@ -119,7 +119,7 @@ impl Job {
 
     /// Starts a container. The call continues if the operation is cancelled: when a client cancels this call,
     /// containerd 2 leaks a shim and keeps the container busy for seconds.
-    async fn start_uncut(&self, id: &str) -> std::result::Result<(), Fault> {
+    async fn start_uncancelled(&self, id: &str) -> std::result::Result<(), Fault> {
         let (runtime, id) = (Arc::clone(&self.context().runtime), id.to_owned());
         let call = async move { runtime.start_container(&id).await };
         let started = self.tools.starts.spawn(call.in_current_span()).await;
@@ -128,9 +128,9 @@ impl Job {
         answer.map_err(RuntimeError::without_code)
     }
 
-    /// Creates a container. If the operation is cancelled, the call continues for [`START_ENDS`]: a runtime whose call
-    /// is cancelled may create the container after the worker's last observation of the pod.
-    async fn create_uncut(
+    /// Creates a container. If the operation is cancelled, the call continues for [`CANCELLED_START_TIMEOUT`]: a runtime
+    /// whose call is cancelled may create the container after the worker's last observation of the pod.
+    async fn create_uncancelled(
         &self,
         sandbox: &str,
         config: pb::ContainerConfig,
@@ -148,7 +148,7 @@ impl Job {
                 }
                 () = async {
                     answer.closed().await;
-                    tokio::time::sleep(START_ENDS).await;
+                    tokio::time::sleep(CANCELLED_START_TIMEOUT).await;
                 } => {}
             }
         };
@@ -157,10 +157,13 @@ impl Job {
         created.await.map_err(|e| Fault::later(e.to_string()))
     }
 
-    /// Waits for the calls of cancelled starts, at most [`START_ENDS`].
-    pub(super) async fn starts_settle(&self) {
+    /// Waits for the calls of cancelled starts, at most [`CANCELLED_START_TIMEOUT`].
+    pub(super) async fn wait_for_cancelled_starts(&self) {
         let settled = self.tools.starts.wait();
-        if tokio::time::timeout(START_ENDS, settled).await.is_err() {
+        if tokio::time::timeout(CANCELLED_START_TIMEOUT, settled)
+            .await
+            .is_err()
+        {
             tracing::warn!("the runtime is still starting a container that is no longer needed");
         }
     }
@@ -181,7 +184,7 @@ struct Starting<'a> {
 }
 
 impl Starting<'_> {
-    fn say(&self, start: &Start, kind: Kind, reason: &str, message: impl Into<String>) {
+    fn emit_event(&self, start: &Start, kind: Kind, reason: &str, message: impl Into<String>) {
         self.context.events.pod(
             self.pod,
             Some(start.role.field_path(&start.container.name)),
@@ -191,8 +194,8 @@ impl Starting<'_> {
         );
     }
 
-    fn refuse(&self, start: &Start, reason: &str, fault: Fault) -> Waiting {
-        self.say(start, Kind::Warning, "Failed", format!("Error: {fault}"));
+    fn emit_failure(&self, start: &Start, reason: &str, fault: Fault) -> Waiting {
+        self.emit_event(start, Kind::Warning, "Failed", format!("Error: {fault}"));
         Waiting::new(reason, fault)
     }
 }
@@ -201,13 +204,17 @@ impl Starting<'_> {
 type Started<T> = std::result::Result<T, Waiting>;
 
 /// A started container.
-struct Begun {
+struct StartedContainer {
     id: String,
     /// The result of its postStart hook.
     hook: std::result::Result<(), String>,
 }
 
-async fn start_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> Started<Begun> {
+async fn start_container(
+    s: &Starting<'_>,
+    start: &Start,
+    images: &Pulled,
+) -> Started<StartedContainer> {
     let result = begin_container(s, start, images).await;
     let failure = match &result {
         Ok(begun) => begun.hook.as_ref().err().map(|_| "PostStartHookError"),
@@ -222,19 +229,23 @@ async fn start_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> St
     result
 }
 
-async fn begin_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> Started<Begun> {
+async fn begin_container(
+    s: &Starting<'_>,
+    start: &Start,
+    images: &Pulled,
+) -> Started<StartedContainer> {
     let name = &start.container.name;
     let id = s
         .log
         .step(Step::Create, name, create_container(s, start, images))
         .await?;
-    s.say(start, Kind::Normal, "Created", "Container created");
+    s.emit_event(start, Kind::Normal, "Created", "Container created");
     let begin = async {
-        let started = s.job.start_uncut(&id).await;
-        started.map_err(|e| s.refuse(start, "RunContainerError", e))
+        let started = s.job.start_uncancelled(&id).await;
+        started.map_err(|e| s.emit_failure(start, "RunContainerError", e))
     };
     s.log.step(Step::Start, name, begin).await?;
-    s.say(start, Kind::Normal, "Started", "Container started");
+    s.emit_event(start, Kind::Normal, "Started", "Container started");
     if let Err(error) = s
         .context
         .host
@@ -252,7 +263,7 @@ async fn begin_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> St
         None => Ok(()),
         Some(handler) => post_start(s, start, &id, handler).await,
     };
-    Ok(Begun { id, hook })
+    Ok(StartedContainer { id, hook })
 }
 
 async fn create_container(
@@ -262,8 +273,8 @@ async fn create_container(
 ) -> std::result::Result<String, Waiting> {
     let config = container_config(s, start, images)
         .await
-        .map_err(|e| s.refuse(start, "CreateContainerConfigError", e))?;
-    let failed = |fault: Fault| s.refuse(start, "CreateContainerError", fault);
+        .map_err(|e| s.emit_failure(start, "CreateContainerConfigError", e))?;
+    let failed = |fault: Fault| s.emit_failure(start, "CreateContainerError", fault);
     if let Some(old) = &start.replaces {
         let removed = s.context.runtime.remove_container(old).await;
         removed.map_err(|e| {
@@ -276,7 +287,7 @@ async fn create_container(
     metrics.image_volumes(image_volumes);
     let call = s
         .job
-        .create_uncut(s.sandbox, config, s.sandbox_config.clone());
+        .create_uncancelled(s.sandbox, config, s.sandbox_config.clone());
     match call.await.map_err(failed)? {
         Ok(id) => {
             metrics.image_volumes_mounted(image_volumes);
@@ -314,7 +325,7 @@ async fn post_start(
         .step(Step::PostStart, &start.container.name, run)
         .await;
     if ran.is_err() {
-        s.say(
+        s.emit_event(
             start,
             Kind::Warning,
             "FailedPostStartHook",

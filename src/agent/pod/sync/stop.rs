@@ -17,17 +17,17 @@ use crate::core::pod::worker::Outcome;
 use tokio::time::Instant;
 
 /// Minimum grace period of a container, in seconds.
-const FLOOR: i64 = 2;
+const MIN_GRACE_SECONDS: i64 = 2;
 
 /// Emits the event `FailedPreStopHook` when dropped, if the hook failed or was
 /// still running when its container was stopped.
-struct Unfinished<'a> {
+struct HookEventGuard<'a> {
     job: &'a Job,
     path: String,
     is_failure: bool,
 }
 
-impl Drop for Unfinished<'_> {
+impl Drop for HookEventGuard<'_> {
     fn drop(&mut self) {
         if self.is_failure {
             self.job.context().events.pod(
@@ -55,7 +55,7 @@ impl Job {
 
     /// Stops a container by `until`. The first attempt emits an event and runs the preStop hook; a failed hook
     /// does not prevent the stop. A hook may still be running at the end of the grace period. It then
-    /// continues until the container is killed, which gets [`FLOOR`] more seconds (upstream's
+    /// continues until the container is killed, which gets [`MIN_GRACE_SECONDS`] more seconds (upstream's
     /// `executePreStopHook` and `minimumGracePeriodInSeconds`).
     pub(super) async fn stop(&self, kill: &Kill, first: bool, until: Timestamp) -> Result<Outcome> {
         let at_once = kill.grace == Some(0);
@@ -69,7 +69,11 @@ impl Job {
         let is_done = tokio::time::timeout_at(until, &mut hook).await.is_ok();
         let left = until.saturating_duration_since(Instant::now());
         let left = left.as_secs_f64().ceil() as i64;
-        let grace = if at_once { 0 } else { left.max(FLOOR) };
+        let grace = if at_once {
+            0
+        } else {
+            left.max(MIN_GRACE_SECONDS)
+        };
         let mut signal = std::pin::pin!(self.signal(kill, grace));
         if !is_done {
             tokio::select! {
@@ -106,7 +110,7 @@ impl Job {
             return;
         };
         let run = self.run_pre_stop(kill, &container, &handler);
-        let mut unfinished = Unfinished {
+        let mut event_guard = HookEventGuard {
             job: self,
             path,
             // As upstream: an interrupted `sleep` hook is no failure.
@@ -116,7 +120,7 @@ impl Job {
         if let Err(error) = &ran {
             tracing::info!(%error, container = kill.name, "preStop hook failed");
         }
-        unfinished.is_failure = ran.is_err();
+        event_guard.is_failure = ran.is_err();
     }
 
     async fn run_pre_stop(
@@ -141,7 +145,7 @@ impl Job {
             Ok(()) => Ok(Outcome::Done),
             Err(fault) => {
                 let message = format!("error killing pod: {fault}");
-                self.say(Kind::Warning, "FailedKillPod", message);
+                self.emit_event(Kind::Warning, "FailedKillPod", message);
                 Err(fault.into())
             }
         }
@@ -161,7 +165,7 @@ impl Job {
                 "Killing",
                 kill.message.clone(),
             );
-            self.signal(kill, FLOOR).await
+            self.signal(kill, MIN_GRACE_SECONDS).await
         });
         for stopped in futures::future::join_all(stops).await {
             stopped?;

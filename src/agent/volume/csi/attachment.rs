@@ -53,19 +53,19 @@ async fn attached_by_controller(
     described: Option<&CSIDriver>,
 ) -> Result<HashMap<String, String>, NotAttached> {
     let volume = csi::unique_name(&data.driver_name, &data.volume_handle);
-    let reported = context.csi.reported.lists(&volume);
+    let reported = context.csi.reported.wait_until_reported(&volume);
     reported.await.map_err(NotAttached::new)?;
     let node = &context.config.node_name;
     // The cached Node may be older than the report.
     if !context.node.refresh().await {
-        let why = attached::unanswered(context, &volume);
+        let why = attached::no_answer_error(context, &volume);
         return Err(NotAttached::new(format!(
             "volume is not attached yet: {why}"
         )));
     }
     // Proceed only when the volume is listed. Before, its VolumeAttachment may not
     // exist, and the node may not be allowed to read it.
-    let is_listed = attached::is_listed(context, &volume).await;
+    let is_listed = attached::wait_until_listed(context, &volume).await;
     let (name, driver) = (&data.attachment_id, &data.driver_name);
     let mut has_no_room = false;
     let why = match context
@@ -74,7 +74,7 @@ async fn attached_by_controller(
         .await
         .map_err(|e| NotAttached::new(e.to_string()))?
     {
-        Attachment::Done(told) if is_listed => return Ok(told),
+        Attachment::Done(metadata) if is_listed => return Ok(metadata),
         Attachment::Done(_) => format!(
             "volumesAttached of node {node} does not list {volume}, although VolumeAttachment {name} reports it as attached; waiting for the attach-detach controller"
         ),
@@ -89,7 +89,7 @@ async fn attached_by_controller(
             // with a refresh period can change their limit.
             has_no_room = is_full && csi::refresh_period(described).is_some();
             if has_no_room {
-                context.csi.outdate(driver);
+                context.csi.request_limit_query(driver);
             }
             format!("VolumeAttachment {name} of driver {driver}: {message}")
         }

@@ -4,15 +4,15 @@ use holdfast_proto::csi as pb;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 
-use super::{Wanted, secret, to_its_end};
+use super::{Wanted, run_uncancelled, secret};
 use crate::agent::Context;
-use crate::agent::volume::growth::{self, Growing, NotGrown};
+use crate::agent::volume::growth::{self, Expansion, ExpansionFailed};
 use crate::core::volume::claims::Grown;
 use crate::core::volume::csi;
 use crate::core::volume::resolved::Problem;
 
 /// Expands the filesystem if its volume was expanded, and reports the result. `waits` is whether the pod's containers
-/// wait for the volume. See [`Growing::attempt`].
+/// wait for the volume. See [`Expansion::attempt`].
 pub(super) async fn grow(
     context: &Context,
     pod: &Pod,
@@ -36,7 +36,7 @@ pub(super) async fn grow(
         return Ok(None);
     }
     let data = &wanted.place.data;
-    let growing = Growing {
+    let expansion = Expansion {
         context,
         pod,
         volume: &volume.name,
@@ -48,10 +48,10 @@ pub(super) async fn grow(
     let grow = async {
         match can {
             true => expand(context, wanted, grown, staging).await,
-            false => Err(NotGrown::unsupported(&data.driver_name)),
+            false => Err(ExpansionFailed::unsupported(&data.driver_name)),
         }
     };
-    Box::pin(growing.attempt(grow)).await
+    Box::pin(expansion.attempt(grow)).await
 }
 
 async fn expand(
@@ -59,12 +59,12 @@ async fn expand(
     wanted: &Wanted<'_>,
     grown: &Grown,
     staging: String,
-) -> Result<(), NotGrown> {
+) -> Result<(), ExpansionFailed> {
     let Wanted {
         volume,
         registered,
         place,
-        turn,
+        volume_lock,
         ..
     } = wanted;
     growth::begin(context, grown).await?;
@@ -85,6 +85,6 @@ async fn expand(
         .await?,
     };
     let driver = registered.driver.clone();
-    let expanded = to_its_end(turn, async move { driver.expand(request).await }).await;
-    expanded.map_err(NotGrown::from)
+    let expanded = run_uncancelled(volume_lock, async move { driver.expand(request).await }).await;
+    expanded.map_err(ExpansionFailed::from)
 }

@@ -24,7 +24,7 @@ pub use registry::run;
 use crate::agent::Context;
 use crate::agent::metrics::VolumeOperation;
 use crate::agent::serving::VolumeFigures;
-use crate::agent::volume::Made;
+use crate::agent::volume::VolumeSetUp;
 use crate::agent::volume::reported::Reported;
 use crate::core::fault::Fault;
 use crate::core::lock::lock;
@@ -71,7 +71,7 @@ impl From<VolumeError> for Problem {
 }
 
 /// Timeout for reading a filesystem's usage.
-const ASKING: Duration = Duration::from_secs(10);
+const USAGE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A registered driver.
 #[derive(Clone)]
@@ -97,10 +97,10 @@ pub struct Csi {
     /// their state is not visible in the mount table.
     unmounted: Mutex<BTreeSet<Place>>,
     /// Volumes that are still staged, but not used by any pod, by their unique names.
-    staying: Mutex<BTreeMap<String, Published>>,
+    staged_without_pod: Mutex<BTreeMap<String, Published>>,
     /// Those of them that still need a task to unstage them.
-    left: Mutex<Vec<Published>>,
-    leaves: Notify,
+    to_unstage: Mutex<Vec<Published>>,
+    unstage_requested: Notify,
     /// Serialises calls for the same volume.
     locks: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
     /// The volumes reported in use. Its notification also covers changes of [`Csi::problem`].
@@ -109,7 +109,7 @@ pub struct Csi {
     pub(super) expansions: Mutex<Expansions>,
     /// Drivers whose volume limit is outdated and must be queried again.
     outdated: Mutex<BTreeSet<String>>,
-    asked: Notify,
+    query_requested: Notify,
     /// Why CSINode is not up to date; `None` if it is.
     problem: watch::Sender<Option<String>>,
     dirs: CsiDirs,
@@ -125,27 +125,27 @@ impl Csi {
         let published: BTreeMap<Place, Published> =
             dirs.published().into_iter().map(|p| (p.key(), p)).collect();
         // Volumes that an earlier agent could not unstage.
-        let mut left = dirs.staged_volumes();
-        left.retain(|staged| !published.values().any(|v| is_same(v, staged)));
+        let mut to_unstage = dirs.staged_volumes();
+        to_unstage.retain(|staged| !published.values().any(|v| is_same(v, staged)));
         if dirs.count().1 > 0 {
             // A pod's volume could not be identified, and it may be one of the staged ones: keep them all.
-            left.clear();
+            to_unstage.clear();
         }
-        let named = left.iter().map(|v| (unique_name(v), v.clone()));
-        let staying = named.collect();
+        let named = to_unstage.iter().map(|v| (unique_name(v), v.clone()));
+        let staged_without_pod = named.collect();
         Csi {
             drivers: Mutex::default(),
             published: Mutex::new(published),
             staged: Mutex::default(),
             unmounted: Mutex::default(),
-            staying: Mutex::new(staying),
-            left: Mutex::new(left),
-            leaves: Notify::new(),
+            staged_without_pod: Mutex::new(staged_without_pod),
+            to_unstage: Mutex::new(to_unstage),
+            unstage_requested: Notify::new(),
             locks: Mutex::default(),
             reported: Reported::default(),
             expansions: Mutex::default(),
             outdated: Mutex::default(),
-            asked: Notify::new(),
+            query_requested: Notify::new(),
             problem: watch::Sender::new(None),
             dirs,
             rooms: Patient::default(),
@@ -159,46 +159,46 @@ impl Csi {
 
     /// Whether a driver supports `NodeExpandVolume`.
     #[must_use]
-    pub fn grows(&self, driver: &str) -> bool {
+    pub fn supports_expansion(&self, driver: &str) -> bool {
         lock(&self.drivers)
             .get(driver)
             .is_some_and(|d| d.capabilities.expand)
     }
 
-    fn turn(&self, place: &Published) -> Arc<tokio::sync::Mutex<()>> {
+    fn volume_lock(&self, place: &Published) -> Arc<tokio::sync::Mutex<()>> {
         let mut locks = lock(&self.locks);
         locks.retain(|_, held| Arc::strong_count(held) > 1);
         Arc::clone(locks.entry(unique_name(place)).or_default())
     }
 
-    fn note(&self, place: &Published) {
+    fn record_published(&self, place: &Published) {
         let before = lock(&self.published).insert(place.key(), place.clone());
         if before.is_none() {
-            self.reported.outdated();
+            self.reported.request_update();
         }
     }
 
     fn forget(&self, place: &Published) {
         lock(&self.unmounted).remove(&place.key());
         lock(&self.published).remove(&place.key());
-        self.settle(place);
-        self.reported.outdated();
+        self.forget_unused(place);
+        self.reported.request_update();
     }
 
     /// After the last use of a volume, published or staged, removes it from the reported ones. For the next pod it must
     /// be reported again: until then the controller may start to detach it.
-    fn settle(&self, place: &Published) {
+    fn forget_unused(&self, place: &Published) {
         let name = unique_name(place);
         let published = lock(&self.published);
         let is_there = published.values().any(|v| is_same(v, place));
-        if !is_there && !lock(&self.staying).contains_key(&name) {
+        if !is_there && !lock(&self.staged_without_pod).contains_key(&name) {
             self.reported.retain(|other| other != name);
             lock(&self.expansions).remove(&name);
         }
     }
 
     /// The same volume in other pods, including those that wait for it.
-    fn others(&self, place: &Published) -> Vec<Published> {
+    fn in_other_pods(&self, place: &Published) -> Vec<Published> {
         let is_other =
             |v: &&Published| is_same(v, place) && (&v.uid, &v.name) != (&place.uid, &place.name);
         let published = lock(&self.published);
@@ -207,7 +207,7 @@ impl Csi {
 
     /// Whether another pod uses the same volume, or waits for it.
     fn is_shared(&self, place: &Published) -> bool {
-        !self.others(place).is_empty()
+        !self.in_other_pods(place).is_empty()
     }
 
     /// Whether the pod has volumes that are or may be published.
@@ -224,7 +224,7 @@ impl Csi {
     }
 
     /// Waits until there is no such problem.
-    pub async fn is_ready(&self) {
+    pub async fn wait_until_ready(&self) {
         let mut problem = self.problem.subscribe();
         // This object owns the sender, so the wait cannot fail.
         let _ = problem.wait_for(Option::is_none).await;
@@ -237,14 +237,14 @@ impl Csi {
             changed
         });
         if changed {
-            self.reported.outdated();
+            self.reported.request_update();
         }
     }
 
     /// Requests a new query of the driver's volume limit.
-    fn outdate(&self, driver: &str) {
+    fn request_limit_query(&self, driver: &str) {
         lock(&self.outdated).insert(driver.to_owned());
-        self.asked.notify_one();
+        self.query_requested.notify_one();
     }
 
     /// The path of a pod's published block device.
@@ -270,8 +270,8 @@ impl Csi {
 
     /// The unique names of published or staged volumes that have an attachment.
     fn attached(&self, published: &BTreeMap<Place, Published>) -> BTreeSet<String> {
-        let staying = lock(&self.staying);
-        let all = published.values().chain(staying.values());
+        let staged_without_pod = lock(&self.staged_without_pod);
+        let all = published.values().chain(staged_without_pod.values());
         let attached = all.filter(|v| !v.data.attachment_id.is_empty());
         attached.map(unique_name).collect()
     }
@@ -324,20 +324,20 @@ struct Wanted<'a> {
     registered: Registered,
     described: Option<CSIDriver>,
     place: Published,
-    turn: Turn,
+    volume_lock: VolumeLock,
 }
 
 /// The right to call a driver about a volume; only one task has it at a time.
-type Turn = Arc<OwnedMutexGuard<()>>;
+type VolumeLock = Arc<OwnedMutexGuard<()>>;
 
 /// Makes a call that continues if its caller is dropped, and keeps the volume's lock until the driver
 /// answers or the call times out. Otherwise a driver could be called to unstage a volume that it is
 /// still staging, and would mount it afterwards.
-async fn to_its_end<T: Send + 'static>(
-    turn: &Turn,
+async fn run_uncancelled<T: Send + 'static>(
+    volume_lock: &VolumeLock,
     call: impl Future<Output = Result<T, CsiError>> + Send + 'static,
 ) -> Result<T, CsiError> {
-    let held = Arc::clone(turn);
+    let held = Arc::clone(volume_lock);
     let calling = tokio::spawn(async move {
         let outcome = call.await;
         drop(held);
@@ -361,7 +361,7 @@ pub(super) async fn publish(
     volume: &Volume,
     is_new: bool,
     waits: bool,
-) -> Result<Made, Problem> {
+) -> Result<VolumeSetUp, Problem> {
     let described = context
         .api
         .csi_driver(&volume.driver)
@@ -370,7 +370,7 @@ pub(super) async fn publish(
     let registered = match context.csi.driver(&volume.driver) {
         // While a driver is being replaced, its published volumes stay, and the driver is not called.
         Err(_) if !is_new && !republishes(described.as_ref()) => {
-            return Ok(Made {
+            return Ok(VolumeSetUp {
                 labelled: csi::labelled(volume, described.as_ref()).label.is_some(),
                 again: None,
             });
@@ -386,23 +386,23 @@ pub(super) async fn publish(
         .csi
         .dirs
         .place(uid, data, volume.block, volume.claim.clone())?;
-    let turn = context.csi.turn(&place).lock_owned().await;
+    let volume_lock = context.csi.volume_lock(&place).lock_owned().await;
     let wanted = Wanted {
         volume,
         registered,
         described,
         place,
-        turn: Arc::new(turn),
+        volume_lock: Arc::new(volume_lock),
     };
     // Includes volumes recorded on disk: another pod's volume is released only after its driver has unpublished it.
     if csi::is_for_one_pod(volume) && context.csi.is_shared(&wanted.place) {
         return Err(Fault::missing(csi::ALREADY_IN_USE).into());
     }
-    context.csi.note(&wanted.place);
+    context.csi.record_published(&wanted.place);
     // A published volume was attached before. Only a driver that republishes needs the attachment's metadata again.
     let republishes = republishes(wanted.described.as_ref());
-    let is_needed = attaches && (republishes || !there(context, &wanted.place).await?);
-    let told = if is_needed {
+    let is_needed = attaches && (republishes || !is_published(context, &wanted.place).await?);
+    let publish_context = if is_needed {
         let described = wanted.described.as_ref();
         let data = &wanted.place.data;
         let attached = attachment::wait(context, data, described, volume.migrated).await;
@@ -414,10 +414,10 @@ pub(super) async fn publish(
     } else {
         HashMap::new()
     };
-    let staging = mount(context, pod, &wanted, told).await?;
+    let staging = mount(context, pod, &wanted, publish_context).await?;
     let again = expansion::grow(context, pod, &wanted, staging, waits).await?;
     let labelled = needs_no_labels(context, volume, &wanted.place).await?;
-    Ok(Made { labelled, again })
+    Ok(VolumeSetUp { labelled, again })
 }
 
 /// Whether the runtime must not relabel the volume's files: they are mounted with a label, or do not support labels.
@@ -439,7 +439,7 @@ fn republishes(driver: Option<&CSIDriver>) -> bool {
 }
 
 /// Whether a volume is published for its pod: it is mounted, or its driver publishes it without a mount.
-async fn there(context: &Context, place: &Published) -> Result<bool, HostError> {
+async fn is_published(context: &Context, place: &Published) -> Result<bool, HostError> {
     let target = place.target.clone();
     let is_mounted = blocking(move || is_mounted(&target)).await?;
     Ok(is_mounted || lock(&context.csi.unmounted).contains(&place.key()))
@@ -451,19 +451,23 @@ async fn mount(
     context: &Context,
     pod: &Pod,
     wanted: &Wanted<'_>,
-    told: HashMap<String, String>,
+    publish_context: HashMap<String, String>,
 ) -> Result<String, Problem> {
     let Wanted {
         volume,
         registered,
         described,
         place,
-        turn,
+        volume_lock,
     } = wanted;
     let (described, owner) = (described.as_ref(), pod::ownership(pod));
     let stages = registered.capabilities.stage && !volume.inline;
-    let (dirs, own, held) = (context.csi.dirs.clone(), place.clone(), Arc::clone(turn));
-    let there = there(context, place).await?;
+    let (dirs, own, held) = (
+        context.csi.dirs.clone(),
+        place.clone(),
+        Arc::clone(volume_lock),
+    );
+    let is_published = is_published(context, place).await?;
     let (before, staging) = blocking(move || {
         // Not cancelled: a record that is written late would look like a published volume.
         let _held = held;
@@ -479,10 +483,18 @@ async fn mount(
     .await?;
     let capability = csi::capability(volume, registered.capabilities, owner.group);
     // Republishing affects only the pod's mount.
-    if stages && !there {
-        stage(context, wanted, &told, &staging, capability.clone(), before).await?;
+    if stages && !is_published {
+        stage(
+            context,
+            wanted,
+            &publish_context,
+            &staging,
+            capability.clone(),
+            before,
+        )
+        .await?;
     }
-    if !there || republishes(described) {
+    if !is_published || republishes(described) {
         let mut volume_context = csi::context(volume, pod, described);
         let mut secrets = secret(
             context,
@@ -508,7 +520,7 @@ async fn mount(
         }
         let request = pb::NodePublishVolumeRequest {
             volume_id: place.data.volume_handle.clone(),
-            publish_context: told,
+            publish_context,
             staging_target_path: staging.clone(),
             target_path: place.target.display().to_string(),
             volume_capability: Some(capability),
@@ -517,7 +529,7 @@ async fn mount(
             volume_context,
         };
         let driver = registered.driver.clone();
-        to_its_end(turn, async move { driver.publish(request).await })
+        run_uncancelled(volume_lock, async move { driver.publish(request).await })
             .await
             .map_err(|error| Problem::step_failed(csi::steps(volume)[2], error.to_string()))?;
         let target = place.target.clone();
@@ -528,7 +540,7 @@ async fn mount(
     if csi::applies_fs_group(volume, described, registered.capabilities) {
         // An agent that was killed may have changed the group of some files only: the root directory is changed last.
         let owner = pod::Ownership {
-            on_mismatch: there || owner.on_mismatch,
+            on_mismatch: is_published || owner.on_mismatch,
             ..owner
         };
         context.host.give_published(place, owner).await?;
@@ -541,7 +553,7 @@ async fn mount(
 async fn stage(
     context: &Context,
     wanted: &Wanted<'_>,
-    told: &HashMap<String, String>,
+    publish_context: &HashMap<String, String>,
     staging: &str,
     capability: pb::VolumeCapability,
     before: bool,
@@ -554,7 +566,7 @@ async fn stage(
     }
     let request = pb::NodeStageVolumeRequest {
         volume_id: place.data.volume_handle.clone(),
-        publish_context: told.clone(),
+        publish_context: publish_context.clone(),
         staging_target_path: staging.to_owned(),
         volume_capability: Some(capability),
         secrets: secret(context, "NodeStageSecretRef", volume.stage_secret.as_ref())
@@ -564,7 +576,7 @@ async fn stage(
     };
     let driver = wanted.registered.driver.clone();
     let staging = async move { driver.stage(request).await };
-    let Err(error) = to_its_end(&wanted.turn, staging).await else {
+    let Err(error) = run_uncancelled(&wanted.volume_lock, staging).await else {
         lock(&context.csi.staged).insert(name);
         return Ok(());
     };
@@ -572,7 +584,7 @@ async fn stage(
         // Nothing was staged, so the driver need not unstage it; it may no longer exist when the pod terminates.
         let is_last = !is_published_elsewhere(context, place).await?;
         let (dirs, own) = (context.csi.dirs.clone(), place.clone());
-        let held = Arc::clone(&wanted.turn);
+        let held = Arc::clone(&wanted.volume_lock);
         blocking(move || {
             let _held = held;
             dirs.unstaged(&own)?;
@@ -594,7 +606,7 @@ async fn tokens(
         .filter(|t| !t.is_empty());
     let mut all = serde_json::Map::new();
     for wanted in wanted.into_iter().flatten() {
-        let asked = TokenFor {
+        let request = TokenFor {
             pod,
             audience: &wanted.audience,
             seconds: wanted.expiration_seconds.unwrap_or(3600),
@@ -602,7 +614,7 @@ async fn tokens(
         };
         let token = context
             .api
-            .token(asked)
+            .token(request)
             .await
             .map_err(|e| Problem::later(format!("failed to fetch token: {e}")))?;
         all.insert(
@@ -634,9 +646,9 @@ pub async fn unpublish(context: &Context, uid: &str) -> Result<(), VolumeError> 
 
 async fn unpublish_one(context: &Context, place: &Published) -> Result<(), VolumeError> {
     // Waits for a call in progress.
-    let turn = context.csi.turn(place);
-    let _turn = turn.lock().await;
-    let (begun, outcome) = (Instant::now(), one(context, place).await);
+    let volume_lock = context.csi.volume_lock(place);
+    let _guard = volume_lock.lock().await;
+    let (begun, outcome) = (Instant::now(), unpublish_volume(context, place).await);
     context.metrics.volume(VolumeOperation {
         name: if place.block {
             "unmap_volume"
@@ -671,11 +683,11 @@ async fn staged(context: &Context, place: &Published) -> Result<Option<PathBuf>,
 /// Whether the driver may have published the volume for another pod. A pod
 /// that waits for the attachment does not count.
 async fn is_published_elsewhere(context: &Context, place: &Published) -> Result<bool, HostError> {
-    let (dirs, others) = (context.csi.dirs.clone(), context.csi.others(place));
+    let (dirs, others) = (context.csi.dirs.clone(), context.csi.in_other_pods(place));
     blocking(move || Ok(others.iter().any(|other| dirs.is_noted(other)))).await
 }
 
-async fn one(context: &Context, place: &Published) -> Result<(), VolumeError> {
+async fn unpublish_volume(context: &Context, place: &Published) -> Result<(), VolumeError> {
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
     // The driver does not know a volume that waits for its attachment, unless another pod has staged it.
     let is_noted = blocking(move || Ok(dirs.is_noted(&own))).await?;
@@ -694,7 +706,7 @@ async fn one(context: &Context, place: &Published) -> Result<(), VolumeError> {
     // The staging path has its own record, so the next agent unstages the volume if this one is stopped here.
     blocking(move || dirs.forget(&own, is_last && !is_left)).await?;
     if is_left {
-        context.csi.stays(place);
+        context.csi.mark_staged_without_pod(place);
     }
     Ok(())
 }
@@ -709,7 +721,7 @@ pub async fn figures(context: &Context, uid: &str) -> Vec<VolumeFigures> {
         .collect();
     let mut found = vec![];
     for place in all {
-        match full(context, &place).await {
+        match read_volume_usage(context, &place).await {
             Ok(figures) => found.push(figures),
             Err(error) => tracing::debug!(
                 %error,
@@ -721,7 +733,10 @@ pub async fn figures(context: &Context, uid: &str) -> Vec<VolumeFigures> {
     found
 }
 
-async fn full(context: &Context, place: &Published) -> Result<VolumeFigures, VolumeError> {
+async fn read_volume_usage(
+    context: &Context,
+    place: &Published,
+) -> Result<VolumeFigures, VolumeError> {
     let (namespace, claim) = place.claim.clone().unzip();
     let mut figures = VolumeFigures {
         name: place.name.clone(),
@@ -760,7 +775,7 @@ async fn full(context: &Context, place: &Published) -> Result<VolumeFigures, Vol
     // A network filesystem that hangs blocks one thread per volume; others do not use this thread.
     let (key, target) = (place.target.display().to_string(), place.target.clone());
     let ask = move || Room::of(&target).map_err(HostError::from);
-    let room = context.csi.rooms.call(&key, ASKING, ask).await?;
+    let room = context.csi.rooms.call(&key, USAGE_TIMEOUT, ask).await?;
     figures.bytes = (
         room.capacity.saturating_sub(room.free),
         room.capacity,

@@ -26,7 +26,7 @@ use crate::host::blocking;
 use crate::sys::watch::Changes;
 
 /// Maximum time between scans of the registration directory.
-const LOOK: Duration = Duration::from_secs(60);
+const SCAN_INTERVAL: Duration = Duration::from_secs(60);
 /// Back-off after a failed registration.
 const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(120));
 /// Back-off between CSINode updates. The node is not ready until the first update succeeds.
@@ -35,7 +35,7 @@ const REPORT_RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duratio
 /// The node's annotation with the node ids of drivers.
 const NODE_IDS: &str = "csi.volume.kubernetes.io/nodeid";
 /// Why a node is not ready before its CSINode exists, in the kubelet's words.
-const PENDING: &str = "CSINode is not yet initialized";
+const CSINODE_PENDING: &str = "CSINode is not yet initialized";
 
 /// How many levels below the registration directory are scanned for sockets.
 const DEPTH: u32 = 3;
@@ -45,7 +45,7 @@ struct Socket {
     /// Distinguishes files of the same name: a new file is a new registration.
     identity: (u64, i64),
     /// Whether its registration is in progress.
-    is_tried: bool,
+    is_registering: bool,
     name: Option<String>,
     next: Instant,
     retry: Doubling,
@@ -53,7 +53,7 @@ struct Socket {
 
 impl Socket {
     fn waits(&self) -> bool {
-        self.name.is_none() && !self.is_tried
+        self.name.is_none() && !self.is_registering
     }
 }
 
@@ -73,7 +73,7 @@ impl Sockets {
         for (path, identity) in found {
             self.known.entry(path).or_insert(Socket {
                 identity,
-                is_tried: false,
+                is_registering: false,
                 name: None,
                 next: now,
                 retry: RETRY,
@@ -81,7 +81,7 @@ impl Sockets {
         }
         for (path, socket) in &mut self.known {
             if socket.waits() && socket.next <= now {
-                socket.is_tried = true;
+                socket.is_registering = true;
                 let (context, path) = (Arc::clone(context), path.clone());
                 self.tries.spawn(async move {
                     let outcome = register(&context, &path).await;
@@ -91,11 +91,11 @@ impl Sockets {
         }
     }
 
-    fn ended(&mut self, path: &Path, outcome: Result<String, String>) {
+    fn record_outcome(&mut self, path: &Path, outcome: Result<String, String>) {
         let Some(socket) = self.known.get_mut(path) else {
             return;
         };
-        socket.is_tried = false;
+        socket.is_registering = false;
         match outcome {
             Ok(name) => socket.name = Some(name),
             Err(error) => {
@@ -105,11 +105,11 @@ impl Sockets {
         }
     }
 
-    /// Time until the next registration is due, at most [`LOOK`].
+    /// Time until the next registration is due, at most [`SCAN_INTERVAL`].
     fn pause(&self) -> Duration {
         let waiting = self.known.values().filter(|socket| socket.waits());
         let left = waiting.map(|s| s.next.saturating_duration_since(Instant::now()));
-        left.min().unwrap_or(LOOK).min(LOOK)
+        left.min().unwrap_or(SCAN_INTERVAL).min(SCAN_INTERVAL)
     }
 }
 
@@ -154,7 +154,7 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
         return std::future::pending().await;
     }
     if nodes.is_some() {
-        context.csi.set_problem(Some(PENDING.into()));
+        context.csi.set_problem(Some(CSINODE_PENDING.into()));
     }
     let dirs = context.csi.dirs.clone();
     let (volumes, unknown) = blocking(move || Ok(dirs.count())).await.unwrap_or_default();
@@ -176,7 +176,7 @@ async fn register_sockets(context: &Arc<Context>, dir: &Path, changed: &Notify) 
         let found = blocking(move || Ok(sockets_below(&listed, DEPTH)))
             .await
             .unwrap_or_default();
-        if forget_gone(context, &mut sockets.known, &found) {
+        if remove_disappeared(context, &mut sockets.known, &found) {
             changed.notify_one();
         }
         sockets.begin(context, found);
@@ -185,7 +185,7 @@ async fn register_sockets(context: &Arc<Context>, dir: &Path, changed: &Notify) 
             biased;
             // A panic terminates the process.
             Some(Ok((path, outcome))) = sockets.tries.join_next() => {
-                sockets.ended(&path, outcome);
+                sockets.record_outcome(&path, outcome);
                 changed.notify_one();
             }
             () = changes.wait(pause) => {}
@@ -195,14 +195,14 @@ async fn register_sockets(context: &Arc<Context>, dir: &Path, changed: &Notify) 
 
 /// Publishes the drivers in the API whenever they change.
 async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, changed: &Notify) {
-    let (mut told, mut served) = (
+    let (mut published, mut served) = (
         None::<(Option<String>, Vec<CSINodeDriver>)>,
         BTreeSet::new(),
     );
-    let (mut refreshed, mut retry) = (Refreshed::default(), REPORT_RETRY);
+    let (mut driver_queries, mut retry) = (DriverQueries::default(), REPORT_RETRY);
     loop {
-        let due = refreshed.look(context).await;
-        let mut pause = due.unwrap_or(LOOK).min(LOOK);
+        let due = driver_queries.query_due(context).await;
+        let mut pause = due.unwrap_or(SCAN_INTERVAL).min(SCAN_INTERVAL);
         let now = context.csi.described();
         served.extend(now.iter().map(|driver| driver.name.clone()));
         let node = context.node.borrow().clone();
@@ -210,10 +210,10 @@ async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, cha
         // A recreated Node needs a new CSINode: the garbage collector deletes that of its predecessor.
         let report = |node: &Node| (node.uid(), now.clone());
         if let Some((nodes, node)) = nodes.zip(node)
-            && told.as_ref() != Some(&report(&node))
+            && published.as_ref() != Some(&report(&node))
         {
-            if log_failure_of(context, nodes, &node, (&now, &served)).await {
-                (told, retry) = (Some(report(&node)), REPORT_RETRY);
+            if publish_drivers(context, nodes, &node, (&now, &served)).await {
+                (published, retry) = (Some(report(&node)), REPORT_RETRY);
             } else {
                 pause = pause.min(retry.pause());
             }
@@ -221,8 +221,8 @@ async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, cha
         tokio::select! {
             biased;
             () = changed.notified() => {}
-            () = context.csi.asked.notified() => {}
-            _ = context.node.present(), if !registered => {}
+            () = context.csi.query_requested.notified() => {}
+            _ = context.node.wait_until_present(), if !registered => {}
             () = tokio::time::sleep(pause) => {}
         }
     }
@@ -230,7 +230,7 @@ async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, cha
 
 /// Publishes the drivers: those registered `now`, and the removal of other
 /// `served` ones. Returns whether this succeeded.
-async fn log_failure_of(
+async fn publish_drivers(
     context: &Context,
     nodes: &dyn NodeApi,
     node: &Node,
@@ -242,8 +242,8 @@ async fn log_failure_of(
         present: now.to_vec(),
         unregistered: gone.collect(),
     };
-    let told = report(context, nodes, node, &drivers).await;
-    match &told {
+    let published = report(context, nodes, node, &drivers).await;
+    match &published {
         Ok(()) => context.csi.set_problem(None),
         Err(error) => {
             tracing::debug!(error, "publishing the drivers in the CSINode failed");
@@ -253,22 +253,22 @@ async fn log_failure_of(
             }
         }
     }
-    told.is_ok()
+    published.is_ok()
 }
 
 /// When each driver was last queried for its information about this node.
 #[derive(Default)]
-struct Refreshed {
+struct DriverQueries {
     last: BTreeMap<String, Instant>,
     /// The queries in progress.
-    asked: JoinSet<()>,
+    queries: JoinSet<()>,
 }
 
-impl Refreshed {
+impl DriverQueries {
     /// Queries drivers whose information is due by their CSIDriver object, or known to be
     /// outdated. Returns the time until the next query.
-    async fn look(&mut self, context: &Arc<Context>) -> Option<Duration> {
-        while self.asked.try_join_next().is_some() {}
+    async fn query_due(&mut self, context: &Arc<Context>) -> Option<Duration> {
+        while self.queries.try_join_next().is_some() {}
         let outdated = std::mem::take(&mut *lock(&context.csi.outdated));
         let drivers: Vec<(String, Registered)> = lock(&context.csi.drivers)
             .iter()
@@ -284,7 +284,7 @@ impl Refreshed {
             let is_due = period.is_some_and(|period| last + period <= now);
             if is_due || outdated.contains(&name) {
                 self.last.insert(name.clone(), now);
-                self.asked
+                self.queries
                     .spawn(refresh(Arc::clone(context), name, registered));
             }
             let left = period.map(|period| match is_due {
@@ -307,7 +307,7 @@ async fn refresh(context: Arc<Context>, name: String, registered: Registered) {
                 .filter(|d| d.socket == registered.socket && d.info != info)
             {
                 known.info = info;
-                context.csi.asked.notify_one();
+                context.csi.query_requested.notify_one();
             }
         }
         Err(error) => {
@@ -319,32 +319,32 @@ async fn refresh(context: Arc<Context>, name: String, registered: Registered) {
 /// Removes sockets that disappeared. A driver is removed with its registration socket, unless it has registered another
 /// one: during an update a driver has two. A socket whose registration is in progress is kept until that completes.
 /// Returns whether a registered plugin was removed.
-fn forget_gone(
+fn remove_disappeared(
     context: &Context,
     known: &mut BTreeMap<PathBuf, Socket>,
     found: &BTreeMap<PathBuf, (u64, i64)>,
 ) -> bool {
-    let mut gone = vec![];
+    let mut disappeared = vec![];
     known.retain(|path, socket| {
-        let stays = socket.is_tried || found.get(path) == Some(&socket.identity);
+        let stays = socket.is_registering || found.get(path) == Some(&socket.identity);
         if let (false, Some(name)) = (stays, &socket.name) {
-            gone.push((path.clone(), name.clone()));
+            disappeared.push((path.clone(), name.clone()));
         }
         stays
     });
-    let has_gone = !gone.is_empty();
-    for (path, name) in gone {
+    let has_removed = !disappeared.is_empty();
+    for (path, name) in disappeared {
         let was_driver = {
             let mut drivers = lock(&context.csi.drivers);
             drivers.get(&name).is_some_and(|d| d.socket == path) && drivers.remove(&name).is_some()
         };
         let now = context.clock.now();
-        if context.claims.lose(&name, &path) {
+        if context.claims.remove_instance(&name, &path) {
             // Other instances of the driver stay registered.
             tracing::info!(driver = name, socket = %path.display(), "DRA driver unregistered");
             continue;
         }
-        if !was_driver && !context.devices.lose(&name, &path, now) {
+        if !was_driver && !context.devices.mark_gone(&name, &path, now) {
             continue;
         }
         tracing::info!(plugin = name, socket = %path.display(), "plugin unregistered");
@@ -354,7 +354,7 @@ fn forget_gone(
             }
         }
     }
-    has_gone
+    has_removed
 }
 
 /// Registers the plugin of a socket. Returns its name.

@@ -23,21 +23,21 @@ const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from
 
 impl Csi {
     /// Records that a volume is still staged after its last pod has released it.
-    pub(super) fn stays(&self, place: &Published) {
-        if lock(&self.staying)
+    pub(super) fn mark_staged_without_pod(&self, place: &Published) {
+        if lock(&self.staged_without_pod)
             .insert(unique_name(place), place.clone())
             .is_none()
         {
-            lock(&self.left).push(place.clone());
-            self.leaves.notify_one();
+            lock(&self.to_unstage).push(place.clone());
+            self.unstage_requested.notify_one();
         }
     }
 
     /// Records that a volume is unstaged, or used again.
-    fn stays_no_more(&self, place: &Published) {
-        lock(&self.staying).remove(&unique_name(place));
-        self.settle(place);
-        self.reported.outdated();
+    fn unmark_staged(&self, place: &Published) {
+        lock(&self.staged_without_pod).remove(&unique_name(place));
+        self.forget_unused(place);
+        self.reported.request_update();
     }
 }
 
@@ -45,11 +45,11 @@ impl Csi {
 pub async fn run(context: Arc<Context>) {
     let mut tries = JoinSet::new();
     loop {
-        for place in std::mem::take(&mut *lock(&context.csi.left)) {
-            tries.spawn(until_unstaged(Arc::clone(&context), place));
+        for place in std::mem::take(&mut *lock(&context.csi.to_unstage)) {
+            tries.spawn(unstage_with_retries(Arc::clone(&context), place));
         }
         tokio::select! {
-            () = context.csi.leaves.notified() => {}
+            () = context.csi.unstage_requested.notified() => {}
             Some(ended) = tries.join_next() => {
                 if let Err(error) = ended {
                     tracing::error!(%error, "unstaging a volume ended unexpectedly; the next start of the agent retries it");
@@ -59,7 +59,7 @@ pub async fn run(context: Arc<Context>) {
     }
 }
 
-async fn until_unstaged(context: Arc<Context>, place: Published) {
+async fn unstage_with_retries(context: Arc<Context>, place: Published) {
     let (mut pauses, mut failures) = (RETRY, RepeatedFailures::default());
     while let Err(error) = unstage(&context, &place).await {
         let due = failures.record((), &error.to_string(), context.clock.now());
@@ -78,22 +78,22 @@ async fn until_unstaged(context: Arc<Context>, place: Published) {
 
 /// Unstages a volume and removes its record, unless a pod uses it again.
 async fn unstage(context: &Context, place: &Published) -> Result<(), VolumeError> {
-    let turn = context.csi.turn(place);
-    let _turn = turn.lock().await;
+    let volume_lock = context.csi.volume_lock(place);
+    let _guard = volume_lock.lock().await;
     // The pod that uses the volume now unstages it later.
     if super::is_published_elsewhere(context, place).await? {
-        context.csi.stays_no_more(place);
+        context.csi.unmark_staged(place);
         return Ok(());
     }
     if let Some(staged) = super::staged(context, place).await? {
-        have_unstaged(context, place, &staged).await?;
+        call_unstage(context, place, &staged).await?;
     }
     // Before the lock is released: the next pod must report the volume again.
-    context.csi.stays_no_more(place);
+    context.csi.unmark_staged(place);
     Ok(())
 }
 
-async fn have_unstaged(
+async fn call_unstage(
     context: &Context,
     place: &Published,
     staged: &Path,

@@ -9,42 +9,42 @@ use crate::core::lock::lock;
 
 /// The heartbeats of this agent.
 #[derive(Debug)]
-pub struct Pulse {
-    turned: Mutex<Instant>,
-    listed: Mutex<Instant>,
+pub struct Heartbeats {
+    last_turn: Mutex<Instant>,
+    last_listing: Mutex<Instant>,
 }
 
-impl Default for Pulse {
+impl Default for Heartbeats {
     /// Heartbeats that have not occurred yet count from the creation.
-    fn default() -> Pulse {
+    fn default() -> Heartbeats {
         let now = Instant::now();
-        Pulse {
-            turned: Mutex::new(now),
-            listed: Mutex::new(now),
+        Heartbeats {
+            last_turn: Mutex::new(now),
+            last_listing: Mutex::new(now),
         }
     }
 }
 
-impl Pulse {
+impl Heartbeats {
     /// Records the start of a dispatcher turn.
-    pub fn turns(&self) {
-        *lock(&self.turned) = Instant::now();
+    pub fn dispatcher_turned(&self) {
+        *lock(&self.last_turn) = Instant::now();
     }
 
     /// Time since the start of the dispatcher's last turn.
     #[must_use]
     pub fn since_turn(&self) -> Duration {
-        lock(&self.turned).elapsed()
+        lock(&self.last_turn).elapsed()
     }
 
     /// Records a listing of the runtime's pods.
-    pub fn lists(&self) {
-        *lock(&self.listed) = Instant::now();
+    pub fn runtime_listed(&self) {
+        *lock(&self.last_listing) = Instant::now();
     }
 
     /// Time since the last listing of the runtime's pods.
     #[must_use]
     pub fn since_listing(&self) -> Duration {
-        lock(&self.listed).elapsed()
+        lock(&self.last_listing).elapsed()
     }
 }

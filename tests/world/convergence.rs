@@ -21,41 +21,43 @@ impl World {
     }
 
     /// Rule: after a while without faults, every pod matches its spec.
-    pub fn check_idle(&self) -> Result<(), String> {
+    pub fn check_converged(&self) -> Result<(), String> {
         let state = self.state();
-        let mut wrong = state.pods.keys().map(|uid| state.is_idle(uid));
+        let mut wrong = state.pods.keys().map(|uid| state.is_converged(uid));
         let result = wrong
             .find(Result::is_err)
             .unwrap_or(Ok(()))
-            .and_then(|()| state.statics_are_idle())
+            .and_then(|()| state.statics_are_converged())
             .and_then(|()| state.has_room().map_err(|why| ("node".to_owned(), why)));
         drop(state);
         result.map_err(|(name, why)| format!("{name}: {why}\n  {}", self.last_decisions(&name)))
     }
 
     /// Checks that the explanation of a pod contains a text.
-    pub fn check_says(&self, name: &str, what: &str) -> Result<(), String> {
+    pub fn check_explanation(&self, name: &str, what: &str) -> Result<(), String> {
         let context = self.state().context.clone().unwrap();
         let known = context.journals.find("ns", name);
-        let said = known
+        let explanations = known
             .into_iter()
             .map(|(uid, journal)| explain::explain("ns", name, &uid, journal, None).sentence);
-        let said: Vec<String> = said.collect();
-        match said.iter().any(|sentence| sentence.contains(what)) {
+        let explanations: Vec<String> = explanations.collect();
+        match explanations.iter().any(|sentence| sentence.contains(what)) {
             true => Ok(()),
-            false => Err(format!("{name}: {said:?} does not contain {what:?}")),
+            false => Err(format!(
+                "{name}: {explanations:?} does not contain {what:?}"
+            )),
         }
     }
 
-    /// Starts the period that `check_quiet` checks.
-    pub fn begin_quiet(&self) {
-        self.state().spent.clear();
+    /// Starts the period that `check_no_writes` checks.
+    pub fn begin_idle_period(&self) {
+        self.state().recent_calls.clear();
     }
 
     /// Rule: while nothing changes, the agent writes nothing.
-    pub fn check_quiet(&self) -> Result<(), String> {
+    pub fn check_no_writes(&self) -> Result<(), String> {
         let state = self.state();
-        for ((uid, what), times) in &state.spent {
+        for ((uid, what), times) in &state.recent_calls {
             let writes = [
                 "patch_status",
                 "delete",
@@ -99,11 +101,11 @@ impl World {
             let Some((_, journal)) = known.into_iter().find(|(of, _)| *of == uid) else {
                 continue;
             };
-            let said = explain::explain("ns", name, &uid, journal, None).sentence;
-            let stands = |c: &&Value| state.is_as_its_spec_says(&uid, pod, &c["name"]);
+            let explanation = explain::explain("ns", name, &uid, journal, None).sentence;
+            let stands = |c: &&Value| state.matches_spec(&uid, pod, &c["name"]);
             let mut all = pod["spec"]["containers"].as_array().unwrap().iter();
-            if said.contains("Running as specified") && !all.all(|c| stands(&c)) {
-                return Err(format!("{name}: {said} {:?}", pod["status"]));
+            if explanation.contains("Running as specified") && !all.all(|c| stands(&c)) {
+                return Err(format!("{name}: {explanation} {:?}", pod["status"]));
             }
         }
         Ok(())
@@ -113,7 +115,7 @@ impl World {
         let state = self.state();
         let left = (
             state.pods.keys().collect::<Vec<_>>(),
-            state.boxes.len(),
+            state.sandboxes.len(),
             state.containers.len(),
             &state.volumes,
             &state.cgroups,
@@ -132,7 +134,7 @@ impl World {
     pub fn check_released(&self) -> Result<(), String> {
         let state = self.state();
         let left = (
-            state.boxes.len(),
+            state.sandboxes.len(),
             state.containers.len(),
             &state.volumes,
             &state.cgroups,
@@ -148,7 +150,7 @@ impl World {
 
 impl State {
     /// Whether a container runs or is in its final state.
-    fn is_as_its_spec_says(&self, uid: &str, pod: &Value, name: &Value) -> bool {
+    fn matches_spec(&self, uid: &str, pod: &Value, name: &Value) -> bool {
         let own = self.containers.values().map(|c| (&c.uid, &c.container));
         let own = own.filter(|(of, c)| *of == uid && *name == *c.name);
         let Some((_, newest)) = own.max_by_key(|(_, c)| c.attempt) else {
@@ -164,7 +166,7 @@ impl State {
         }
     }
 
-    fn is_idle(&self, uid: &str) -> Result<(), Wrong> {
+    fn is_converged(&self, uid: &str) -> Result<(), Wrong> {
         let pod = &self.pods[uid];
         let name = pod["metadata"]["name"].as_str().unwrap();
         let wrong = |why: String| Err((name.to_owned(), why));
@@ -179,8 +181,8 @@ impl State {
                 false => wrong(format!("deleted and still existing: {}", pod["status"])),
             };
         }
-        if let Some(told) = self.has_reached_the_published_end(uid) {
-            return told.or_else(wrong);
+        if let Some(result) = self.check_external_terminal_status(uid) {
+            return result.or_else(wrong);
         }
         let refused = nodes::REFUSALS.map(Value::from);
         if refused.contains(&pod["status"]["reason"]) && live.is_empty() {
@@ -201,18 +203,18 @@ impl State {
                 ));
             }
         }
-        are_published(pod, &live).or_else(wrong)?;
+        check_statuses(pod, &live).or_else(wrong)?;
         if let Err(why) = self.has_its_size(uid) {
             return wrong(why);
         }
         if running > 0 {
-            self.has_the_nodes_addresses(pod).or_else(wrong)?;
-            self.shows_the_newest(pod, &runtime_uid)?;
+            self.check_node_addresses(pod).or_else(wrong)?;
+            self.check_newest_versions(pod, &runtime_uid)?;
         }
         Ok(())
     }
 
-    fn shows_the_newest(&self, pod: &Value, uid: &str) -> Result<(), Wrong> {
+    fn check_newest_versions(&self, pod: &Value, uid: &str) -> Result<(), Wrong> {
         for volume in pod["spec"]["volumes"].as_array().unwrap() {
             let named = [
                 &volume["configMap"]["name"],
@@ -222,7 +224,7 @@ impl State {
                 continue;
             };
             let newest = self.maps.get(map).copied().unwrap_or(1).to_string();
-            let shown = self.shown.get(&(uid.to_owned(), map.to_owned()));
+            let shown = self.volume_versions.get(&(uid.to_owned(), map.to_owned()));
             if shown != Some(&newest) {
                 let name = pod["metadata"]["name"].as_str().unwrap();
                 let why = format!("volume {map} shows {shown:?} instead of {newest}");
@@ -233,7 +235,7 @@ impl State {
     }
 
     /// Rule: exactly the newest manifests run, and each has a mirror pod.
-    fn statics_are_idle(&self) -> Result<(), Wrong> {
+    fn statics_are_converged(&self) -> Result<(), Wrong> {
         let newest: BTreeSet<&str> = self
             .statics
             .values()
@@ -241,7 +243,7 @@ impl State {
             .collect();
         for uid in &self.static_uids {
             let mirror = self.pods.keys().find(|api| self.runtime_uid(api) == *uid);
-            let sandboxes = self.boxes.values().filter(|b| b.uid == *uid).count();
+            let sandboxes = self.sandboxes.values().filter(|b| b.uid == *uid).count();
             let name = uid.split_once("-v").map_or(uid.as_str(), |(name, _)| name);
             let wrong = |why: &str| Err((format!("{name}-node"), format!("{uid} {why}")));
             match newest.contains(uid.as_str()) {
@@ -260,21 +262,21 @@ impl State {
 }
 
 /// Rule: the status shows each running container correctly.
-fn are_published(pod: &Value, live: &[&Container]) -> Result<(), String> {
+fn check_statuses(pod: &Value, live: &[&Container]) -> Result<(), String> {
     for container in live {
         let statuses = ["containerStatuses", "initContainerStatuses"];
         let shown = statuses
             .iter()
             .flat_map(|list| pod["status"][list].as_array().into_iter().flatten())
             .find(|status| status["name"] == *container.name);
-        let told = shown.is_some_and(|status| {
+        let is_correct = shown.is_some_and(|status| {
             status["restartCount"] == container.attempt
                 && status["containerID"]
                     .as_str()
                     .is_some_and(|id| id.ends_with(&container.id))
                 && status["state"]["running"].is_object()
         });
-        if !told {
+        if !is_correct {
             return Err(format!("the status of {container:?} is {shown:?}"));
         }
     }
