@@ -402,7 +402,7 @@ fn is_due(
     let share = f64::from(now.subsec_nanosecond() % 1000) / 1000.0;
     let due = signing::lifetime(present)
         .filter(|_| fits)
-        .map(|(begins, ends)| signing::due(begins, ends, share));
+        .map(|(begins, ends)| signing::renewal_time(begins, ends, share));
     due.is_none_or(|due| due <= now)
 }
 

@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use super::{Admitting, devices, manager_metrics};
 use crate::agent::pod::inbox::Inbox;
 use crate::agent::{Context, Kind};
-use crate::core::node::admit::{self, Here, Refusal, Room};
+use crate::core::node::admit::{self, NodeResources, NodeState, Refusal};
 use crate::core::node::devices::{Devices, Slot};
 use crate::core::node::ledger::{Decision, Eviction, Ledger, requests_more};
 use crate::core::node::managers::Managers;
@@ -38,7 +38,7 @@ enum Request {
         pod: Arc<Pod>,
         reply: oneshot::Sender<()>,
     },
-    HoldAlone {
+    AcquireExclusiveClaim {
         uid: String,
         namespace: String,
         claim: String,
@@ -53,7 +53,7 @@ enum Request {
         verdict: Verdict,
         reply: oneshot::Sender<bool>,
     },
-    Uncount {
+    ReleaseRequests {
         uid: String,
         has_stopped: bool,
     },
@@ -153,13 +153,13 @@ impl LedgerHandle {
     }
 
     /// Acquires a claim that only one pod may use at a time (ReadWriteOncePod). Returns whether the pod has it.
-    pub async fn hold_alone(&self, pod: &Pod, namespace: &str, claim: &str) -> bool {
+    pub async fn acquire_exclusive_claim(&self, pod: &Pod, namespace: &str, claim: &str) -> bool {
         let (uid, namespace, claim) = (
             pod::uid(pod).to_owned(),
             namespace.to_owned(),
             claim.to_owned(),
         );
-        self.ask(|reply| Request::HoldAlone {
+        self.ask(|reply| Request::AcquireExclusiveClaim {
             uid,
             namespace,
             claim,
@@ -187,9 +187,9 @@ impl LedgerHandle {
 
     /// Releases the pod's requests for other pods, because the pod has left its source or has no running containers any
     /// more. Sent before the terminal phase is published, because the scheduler then sends the next pod.
-    pub fn uncount(&self, uid: &str, has_stopped: bool) {
+    pub fn release_requests(&self, uid: &str, has_stopped: bool) {
         let uid = uid.to_owned();
-        self.tell(Request::Uncount { uid, has_stopped });
+        self.tell(Request::ReleaseRequests { uid, has_stopped });
     }
 
     /// Removes the pod after all its resources are released.
@@ -287,7 +287,7 @@ impl Actor {
             Request::Admit { pod, inbox, reply } => self.admit(Waiting { pod, inbox, reply }),
             Request::Grow { pod, has, reply } => {
                 let before = self.ledger.pod(pod::uid(&pod));
-                self.ledger.book(&has);
+                self.ledger.set_allocation(&has);
                 let result = self.grow(&pod);
                 let both = before.zip(self.ledger.pod(pod::uid(&pod)));
                 let frees = both.is_some_and(|(before, now)| requests_more(&now, &before));
@@ -297,18 +297,23 @@ impl Actor {
                 }
             }
             Request::Withdraw { pod, reply } => {
-                let frees = self.ledger.withdraw(&pod);
+                let frees = self.ledger.cancel_resize(&pod);
                 answered(reply.send(()));
                 if frees {
                     self.retry_growth("pod_resized");
                 }
             }
-            Request::HoldAlone {
+            Request::AcquireExclusiveClaim {
                 uid,
                 namespace,
                 claim,
                 reply,
-            } => answered(reply.send(self.ledger.hold_alone(&uid, &namespace, &claim))),
+            } => answered(
+                reply.send(
+                    self.ledger
+                        .acquire_exclusive_claim(&uid, &namespace, &claim),
+                ),
+            ),
             Request::Evict { eviction, reply } => {
                 let told = self.ledger.evict(&eviction.uid);
                 if told {
@@ -322,14 +327,14 @@ impl Actor {
                 verdict,
                 reply,
             } => {
-                let told = self.ledger.end(&uid);
+                let told = self.ledger.evict_again(&uid);
                 if told {
                     self.tell(&uid, verdict);
                 }
                 answered(reply.send(told));
             }
-            Request::Uncount { uid, has_stopped } => {
-                self.ledger.uncount(&uid);
+            Request::ReleaseRequests { uid, has_stopped } => {
+                self.ledger.release_requests(&uid);
                 self.make_room(&uid, has_stopped);
             }
             Request::Release(uid) => self.release(&uid),
@@ -351,7 +356,7 @@ impl Actor {
 
     /// Waits for the deadline of a preempted pod.
     async fn overdue(&self) {
-        match self.ledger.next_overdue() {
+        match self.ledger.next_deadline() {
             Some(at) => tokio::time::sleep_until(self.begun + at).await,
             None => std::future::pending().await,
         }
@@ -359,7 +364,7 @@ impl Actor {
 
     /// Stops waiting for preempted pods that exceeded their deadline, and retries the admission of critical pods.
     fn give_up_overdue(&mut self) {
-        for victim in self.ledger.give_up_overdue(self.begun.elapsed()) {
+        for victim in self.ledger.release_overdue(self.begun.elapsed()) {
             let message = "Container runtime did not kill the pod within specified grace period.";
             tracing::warn!(
                 pod = pod::full_name(&victim),
@@ -378,7 +383,7 @@ impl Actor {
             self.admit(waiting);
         }
         if self.waiting.is_empty() {
-            self.ledger.await_none();
+            self.ledger.clear_deadlines();
         }
     }
 
@@ -394,7 +399,7 @@ impl Actor {
             self.before_node.push(waiting);
             return;
         };
-        let decide = |here: &Here<'_>| self.ledger.admit(&waiting.pod, here, now);
+        let decide = |node_state: &NodeState<'_>| self.ledger.admit(&waiting.pod, node_state, now);
         match with_node(&context, &uid, &node, decide) {
             Decision::Admitted => match self.give(&waiting.pod) {
                 Ok(slots) => {
@@ -453,22 +458,22 @@ impl Actor {
                 .and_then(|()| self.managers.resize(&now, pod));
             if let Err(infeasible) = possible {
                 // The pod keeps its current sizes and waits for no others.
-                self.ledger.withdraw(&now);
+                self.ledger.cancel_resize(&now);
                 return Err(infeasible);
             }
         }
         let allocatable = allocatable(&context, pod::uid(pod));
-        let room = Room {
+        let resources = NodeResources {
             allocatable: &allocatable,
             node: None,
         };
-        self.ledger.grow(pod, room)
+        self.ledger.allocate_resize(pod, resources)
     }
 
     /// Grants freed resources to pods that wait for a resize, in their order, and
     /// wakes their workers. The others keep waiting.
     fn retry_growth(&mut self, trigger: &str) {
-        let mut waiting = self.ledger.waiting_to_grow();
+        let mut waiting = self.ledger.pending_resizes();
         loop {
             let before = waiting.len();
             waiting.retain(|pod| {
@@ -536,7 +541,7 @@ impl Actor {
 
     fn release(&mut self, uid: &str) {
         self.inboxes.remove(uid);
-        let held_alone = self.ledger.holds_alone(uid);
+        let held_alone = self.ledger.has_exclusive_claim(uid);
         self.ledger.release(uid);
         self.make_room(uid, true);
         if held_alone {
@@ -574,10 +579,10 @@ fn with_node<T>(
     context: &Context,
     uid: &str,
     node: &Admitting,
-    decide: impl FnOnce(&Here<'_>) -> T,
+    decide: impl FnOnce(&NodeState<'_>) -> T,
 ) -> T {
     let allocatable = allocatable(context, uid);
-    decide(&Here {
+    decide(&NodeState {
         allocatable: &allocatable,
         node: node.node(),
         unsafe_sysctls: &context.config.unsafe_sysctls,

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use super::Network;
 use crate::agent::Context;
 use crate::core::node::conditions::joined;
-use crate::core::node::runtime_health::{Answer, RuntimeHealth};
+use crate::core::node::runtime_health::{RuntimeConditions, RuntimeHealth};
 use crate::cri::{Features, Image, RuntimeErrorKind};
 
 /// Interval between status requests while the runtime is not ready, and while it is.
@@ -61,16 +61,16 @@ pub(super) async fn poll(
                 publish(&context.features, status.features.clone());
                 publish(network, state);
                 (view.version, view.features) = (status.version, status.features);
-                let answer = Answer {
+                let answer = RuntimeConditions {
                     runtime: status.not_ready,
                     network: status.network_not_ready,
                 };
-                health.answered(began.elapsed(), answer);
+                health.record_status(began.elapsed(), answer);
             }
-            Ok(Err(error)) => health.failed(error.to_string()),
-            Err(_) => health.failed(format!("no answer within {}s", ANSWER.as_secs())),
+            Ok(Err(error)) => health.record_failure(error.to_string()),
+            Err(_) => health.record_failure(format!("no answer within {}s", ANSWER.as_secs())),
         }
-        health.listed(context.pulse.since_listing());
+        health.record_list(context.pulse.since_listing());
         view.asked = true;
         view.problems = health.problems(began.elapsed());
         let unasked = *network.borrow() == Network::Unknown;
@@ -81,7 +81,7 @@ pub(super) async fn poll(
             publish(network, Network::NotReady(why));
         }
         publish(views, view.clone());
-        let pause = if health.is_settled() { POLL.1 } else { POLL.0 };
+        let pause = if health.is_healthy() { POLL.1 } else { POLL.0 };
         tokio::time::sleep(pause).await;
     }
 }

@@ -442,7 +442,7 @@ impl Dispatcher {
                 worker.update.removed = true;
                 // The scheduler has already reassigned the pod's requests; the
                 // pods that follow are admitted after this release.
-                self.context.ledger.uncount(uid, false);
+                self.context.ledger.release_requests(uid, false);
                 worker.inbox.send(Input::Update(worker.update.clone()));
             }
         }

@@ -373,7 +373,7 @@ impl Shell {
         if self.worker.terminal_status_published() && !std::mem::replace(&mut self.uncounted, true)
         {
             let uid = pod::uid(self.worker.pod());
-            self.context().ledger.uncount(uid, true);
+            self.context().ledger.release_requests(uid, true);
         }
     }
 

@@ -500,7 +500,12 @@ async fn resolve(
         .volume
         .ok_or_else(|| refused(format!("persistentVolume {wanted:?} not found")))?;
     let claimed = resolved::Claimed::new(found.claim, bound)?;
-    if claimed.is_for_one_pod() && !context.ledger.hold_alone(pod, &namespace, &name).await {
+    if claimed.is_for_one_pod()
+        && !context
+            .ledger
+            .acquire_exclusive_claim(pod, &namespace, &name)
+            .await
+    {
         return Err(resolved::taken(&claimed));
     }
     resolved::reached(&claimed, context.node.borrow().as_deref())?;

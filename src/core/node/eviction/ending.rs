@@ -12,30 +12,30 @@ const CLEANUP: Duration = Duration::from_secs(30);
 
 /// Evicted pods that still hold resources, by pressure and pod uid.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Ending(BTreeMap<(Pressure, String), Told>);
+pub struct TerminatingPods(BTreeMap<(Pressure, String), EvictedPod>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Told {
+struct EvictedPod {
     /// Time of the eviction.
     at: Duration,
     /// End of the grace period.
     by: Duration,
 }
 
-impl Ending {
+impl TerminatingPods {
     /// Records that a pod was evicted at `now` with `grace` seconds. A later call can only shorten the grace period.
-    pub fn told(&mut self, pressure: Pressure, uid: &str, now: Duration, grace: i64) {
+    pub fn record_eviction(&mut self, pressure: Pressure, uid: &str, now: Duration, grace: i64) {
         let by = now.saturating_add(time::span(grace));
         let key = (pressure, uid.to_owned());
-        let told = self.0.entry(key).or_insert(Told { at: now, by });
-        told.by = told.by.min(by);
+        let evicted = self.0.entry(key).or_insert(EvictedPod { at: now, by });
+        evicted.by = evicted.by.min(by);
     }
 
     /// Removes pods that hold no resources any more; returns each with the time of its eviction.
-    pub fn forget(&mut self, holds: impl Fn(&str) -> bool) -> Vec<(String, Duration)> {
-        let has_ended = |((_, uid), _): &(&(Pressure, String), &Told)| !holds(uid);
+    pub fn remove_finished(&mut self, holds: impl Fn(&str) -> bool) -> Vec<(String, Duration)> {
+        let has_ended = |((_, uid), _): &(&(Pressure, String), &EvictedPod)| !holds(uid);
         let ended = self.0.iter().filter(has_ended);
-        let ended = ended.map(|((_, uid), told)| (uid.clone(), told.at));
+        let ended = ended.map(|((_, uid), evicted)| (uid.clone(), evicted.at));
         let ended: Vec<(String, Duration)> = ended.collect();
         self.0.retain(|(_, uid), _| holds(uid));
         ended
@@ -49,24 +49,31 @@ impl Ending {
 
     /// Whether a pod was evicted already, but a grace period of `grace` seconds from `now` would end sooner.
     #[must_use]
-    pub fn is_later(&self, pressure: Pressure, uid: &str, now: Duration, grace: i64) -> bool {
-        let told = self.0.get(&(pressure, uid.to_owned()));
-        told.is_some_and(|told| told.by > now.saturating_add(time::span(grace)))
+    pub fn would_end_sooner(
+        &self,
+        pressure: Pressure,
+        uid: &str,
+        now: Duration,
+        grace: i64,
+    ) -> bool {
+        let evicted = self.0.get(&(pressure, uid.to_owned()));
+        evicted.is_some_and(|evicted| evicted.by > now.saturating_add(time::span(grace)))
     }
 
     /// Remaining time to wait before another pod is evicted for the same pressure; `None` if no wait is needed.
     #[must_use]
     pub fn wait(&self, pressure: Pressure, now: Duration) -> Option<Duration> {
         let of = self.0.iter().filter(|((of, _), _)| *of == pressure);
-        let left = of.filter_map(|(_, told)| told.by.saturating_add(CLEANUP).checked_sub(now));
+        let left =
+            of.filter_map(|(_, evicted)| evicted.by.saturating_add(CLEANUP).checked_sub(now));
         left.filter(|left| !left.is_zero()).max()
     }
 
     /// Whether a pod has exceeded its grace period and the cleanup time, so that other pods are evicted instead.
     #[must_use]
     pub fn is_overdue(&self, pressure: Pressure, uid: &str, now: Duration) -> bool {
-        let told = self.0.get(&(pressure, uid.to_owned()));
-        told.is_some_and(|told| told.by.saturating_add(CLEANUP) <= now)
+        let evicted = self.0.get(&(pressure, uid.to_owned()));
+        evicted.is_some_and(|evicted| evicted.by.saturating_add(CLEANUP) <= now)
     }
 }
 
@@ -83,8 +90,8 @@ mod tests {
     /// the eviction.
     #[test]
     fn the_wait_for_an_evicted_pod_covers_its_grace_period() {
-        let mut ending = Ending::default();
-        ending.told(Memory, "hog", at(10), 90);
+        let mut ending = TerminatingPods::default();
+        ending.record_eviction(Memory, "hog", at(10), 90);
         for (now, pressure, wait, overdue) in [
             (10, Memory, Some(120), false),
             (41, Memory, Some(89), false),
@@ -97,27 +104,30 @@ mod tests {
             assert_eq!(found, overdue, "at {now}");
         }
         assert!(!ending.is_overdue(Memory, "other", at(500)));
-        assert_eq!(ending.forget(|_| true), []);
-        assert_eq!(ending.forget(|uid| uid != "hog"), [("hog".into(), at(10))]);
+        assert_eq!(ending.remove_finished(|_| true), []);
+        assert_eq!(
+            ending.remove_finished(|uid| uid != "hog"),
+            [("hog".into(), at(10))]
+        );
         assert!(ending.is_empty() && ending.wait(Memory, at(11)).is_none());
     }
 
     /// If the hard threshold is crossed while the pod terminates, the grace period is shortened once.
     #[test]
     fn a_terminating_pod_is_notified_when_its_grace_period_shortens() {
-        let mut ending = Ending::default();
-        ending.told(Memory, "hog", at(10), 90);
-        let later = |ending: &Ending, pressure, now, grace| {
-            assert!(!ending.is_later(pressure, "other", at(now), grace));
-            ending.is_later(pressure, "hog", at(now), grace)
+        let mut ending = TerminatingPods::default();
+        ending.record_eviction(Memory, "hog", at(10), 90);
+        let later = |ending: &TerminatingPods, pressure, now, grace| {
+            assert!(!ending.would_end_sooner(pressure, "other", at(now), grace));
+            ending.would_end_sooner(pressure, "hog", at(now), grace)
         };
         assert!(!later(&ending, Memory, 20, 90) && !later(&ending, Disk, 20, 1));
         assert!(later(&ending, Memory, 20, 1));
-        ending.told(Memory, "hog", at(20), 1);
+        ending.record_eviction(Memory, "hog", at(20), 1);
         assert!(!later(&ending, Memory, 20, 1));
         assert_eq!(ending.wait(Memory, at(20)), Some(at(31)));
         // A longer grace period does not extend the previous one.
-        ending.told(Memory, "hog", at(21), 90);
+        ending.record_eviction(Memory, "hog", at(21), 90);
         assert!(!later(&ending, Memory, 40, 1));
         assert!(ending.is_overdue(Memory, "hog", at(51)));
     }

@@ -22,14 +22,15 @@ use crate::core::pod;
 use crate::core::pod::qos::{self, QosClass};
 use crate::core::quantity::Quantity;
 
-pub use ending::Ending;
+pub use ending::TerminatingPods;
 pub use ranking::{
     Candidate, ContainerFigures, PodFigures, annotations, explain, grace, message, rank,
 };
 pub use thresholds::{
-    DEFAULT_HARD, IGNORED, Invalid, Statements, Threshold, Value, parse, set_aside,
+    DEFAULT_HARD, IGNORED, Invalid, Threshold, ThresholdSettings, Value, parse,
+    reserved_by_thresholds,
 };
-pub use watch::{Assessment, Watch, next_look, notice_after};
+pub use watch::{Assessment, Watch, growth_until_threshold, next_measurement};
 
 /// Eviction signals, in the order in which they are relieved: memory first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -39,7 +39,11 @@ pub fn set_aside(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
     let amount = |name: String| {
         let reserved = limits.reserved.get(&name).copied().unwrap_or_default();
         let kept = match name.as_str() {
-            "memory" => eviction::set_aside(limits.thresholds, Resource::Memory, machine.memory),
+            "memory" => eviction::reserved_by_thresholds(
+                limits.thresholds,
+                Resource::Memory,
+                machine.memory,
+            ),
             _ => Quantity::ZERO,
         };
         (name, reserved + kept)

@@ -17,7 +17,7 @@ use super::checkpoint;
 use super::*;
 use crate::core::node::capacity::{Limits, MachineSize};
 use crate::core::node::devices::Devices;
-use crate::core::node::eviction::{DEFAULT_HARD, Statements, parse};
+use crate::core::node::eviction::{DEFAULT_HARD, ThresholdSettings, parse};
 use crate::core::node::hints::tests::hint;
 use crate::core::node::hints::{self, Policy, Scope};
 use crate::core::node::managers::{self, Checkpoints, Machine, Managers};
@@ -326,7 +326,7 @@ fn reserved_memory_equals_what_node_allocatable_reserves() {
         huge_pages: vec![(2 << 20, 4)],
     };
     let none = BTreeMap::new();
-    let thresholds = parse(Statements {
+    let thresholds = parse(ThresholdSettings {
         hard: &DEFAULT_HARD
             .map(|(k, v)| (k.to_owned(), v.to_owned()))
             .into(),
