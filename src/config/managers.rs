@@ -41,7 +41,7 @@ struct MemoryReservation {
 }
 
 /// Default for the maximum number of NUMA nodes on which resources are aligned.
-const MOST_NODES: u32 = 8;
+const DEFAULT_MAX_NODES: u32 = 8;
 
 fn named(text: Option<&String>) -> Option<&str> {
     text.map(String::as_str).filter(|t| !t.is_empty())
@@ -202,16 +202,16 @@ fn alignment(d: &Document) -> Result<Option<hints::Rules>, ConfigError> {
         policy,
         scope,
         closest: false,
-        most_nodes: MOST_NODES,
+        max_nodes: DEFAULT_MAX_NODES,
     };
     for (name, text) in fields.topology_manager_policy_options.iter().flatten() {
         let field = format!("topologyManagerPolicyOptions.{name}");
         match name.as_str() {
             "prefer-closest-numa-nodes" => rules.closest = flag(&field, text)?,
             "max-allowable-numa-nodes" => {
-                let most = text.parse().ok().filter(|most| *most >= MOST_NODES);
-                let remedy = format!("use {MOST_NODES} or more");
-                rules.most_nodes = most.ok_or_else(|| invalid(&field, text, &remedy))?;
+                let most = text.parse().ok().filter(|most| *most >= DEFAULT_MAX_NODES);
+                let remedy = format!("use {DEFAULT_MAX_NODES} or more");
+                rules.max_nodes = most.ok_or_else(|| invalid(&field, text, &remedy))?;
             }
             _ => {
                 let remedy = "use prefer-closest-numa-nodes or max-allowable-numa-nodes";

@@ -484,7 +484,7 @@ fn the_managers_settings_are_resolved() {
         (alignment.policy, alignment.scope),
         (Policy::Restricted, Scope::Pod)
     );
-    assert!(alignment.closest && alignment.most_nodes == 16);
+    assert!(alignment.closest && alignment.max_nodes == 16);
     assert_eq!(config.managers.reconcile.as_secs(), 5);
     assert!(
         !load("", &flags)

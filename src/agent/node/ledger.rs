@@ -416,7 +416,7 @@ impl Actor {
                 }
             },
             Decision::Refused(refusal) => {
-                let look = |devices: &Devices| devices.in_words(&waiting.pod, refusal);
+                let look = |devices: &Devices| devices.as_device_rejection(&waiting.pod, refusal);
                 answered(waiting.reply.send(Err(context.devices.look(look))));
             }
             Decision::AwaitingPreemption(evictions) => {

@@ -3,7 +3,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::health::{DriversHealth, HOLDS, Said};
+use super::health::{DEFAULT_VALIDITY, DeviceReport, DriversHealth};
 use super::*;
 use crate::core::pod::status::devices::{DeviceHealth, Health};
 
@@ -35,9 +35,9 @@ fn claim(status: Value) -> ResourceClaim {
     serde_json::from_value(claim).expect("a claim")
 }
 
-fn wanted(name: &str, uid: &str, drivers: &[&str]) -> Wanted {
-    Wanted {
-        claim: Named {
+fn wanted(name: &str, uid: &str, drivers: &[&str]) -> AllocatedClaim {
+    AllocatedClaim {
+        claim: ClaimId {
             namespace: "n".into(),
             name: name.into(),
             uid: uid.into(),
@@ -47,30 +47,38 @@ fn wanted(name: &str, uid: &str, drivers: &[&str]) -> Wanted {
 }
 
 /// Results of drivers that prepared every claim in the request.
-fn all_done(batches: &Batches, devices: &[Device]) -> BTreeMap<String, Vec<(Named, Vec<Device>)>> {
-    let of = |(driver, claims): (&String, &Vec<Named>)| {
+fn all_done(
+    batches: &Batches,
+    devices: &[Device],
+) -> BTreeMap<String, Vec<(ClaimId, Vec<Device>)>> {
+    let of = |(driver, claims): (&String, &Vec<ClaimId>)| {
         let claims = claims.iter().map(|c| (c.clone(), devices.to_vec()));
         (driver.clone(), claims.collect())
     };
     batches.iter().map(of).collect()
 }
 
-fn ask(begun: Begun) -> Batches {
+fn ask(begun: Started) -> Batches {
     match begun {
-        Begun::Ask(batches) => batches,
-        Begun::Busy => panic!("the claims are busy"),
+        Started::Call(batches) => batches,
+        Started::Busy => panic!("the claims are busy"),
     }
 }
 
 /// Prepares claims successfully and returns the driver calls.
-fn prepare(claims: &mut Claims, pod: &str, wanted: &[Wanted], devices: &[Device]) -> Batches {
+fn prepare(
+    claims: &mut Claims,
+    pod: &str,
+    wanted: &[AllocatedClaim],
+    devices: &[Device],
+) -> Batches {
     let batches = ask(claims.prepare(pod, wanted).expect("no conflict"));
-    claims.prepared(&batches, &all_done(&batches, devices));
+    claims.record_prepared(&batches, &all_done(&batches, devices));
     batches
 }
 
 fn names(batches: &Batches) -> Vec<String> {
-    let of = |(driver, claims): (&String, &Vec<Named>)| {
+    let of = |(driver, claims): (&String, &Vec<ClaimId>)| {
         let names: Vec<&str> = claims.iter().map(|c| c.name.as_str()).collect();
         format!("{driver}: {}", names.join(" "))
     };
@@ -123,11 +131,13 @@ fn a_claim_must_belong_to_the_pod_and_be_reserved_and_allocated() {
     let whole = claim(json!({"reservedFor": reserved, "allocation": allocation}));
     let drivers = ["a.example", "b.example"];
     assert_eq!(
-        checked(&this, &own, &whole),
+        check_claim(&this, &own, &whole),
         Ok(wanted("c", "cu", &drivers))
     );
     let said = |pod: &Pod, own: &Reference, claim: &ResourceClaim| {
-        checked(pod, own, claim).expect_err("a refusal").to_string()
+        check_claim(pod, own, claim)
+            .expect_err("a refusal")
+            .to_string()
     };
     let shared = Reference {
         own: false,
@@ -171,18 +181,18 @@ fn a_shared_claim_is_prepared_once_and_unprepared_after_its_last_pod() {
         BTreeMap::from([(String::new(), 2), ("d".into(), 2), ("e".into(), 1)])
     );
 
-    let back = ask(claims.give_back("p"));
+    let back = ask(claims.begin_unprepare("p"));
     assert_eq!(names(&back), ["d: own"]);
-    claims.given_back(&back, false);
-    let back = ask(claims.give_back("p"));
+    claims.record_unprepared(&back, false);
+    let back = ask(claims.begin_unprepare("p"));
     assert_eq!(names(&back), ["d: own"], "a failed call is repeated");
-    claims.given_back(&back, true);
+    claims.record_unprepared(&back, true);
     assert!(!claims.uses("p"));
-    let back = ask(claims.give_back("q"));
+    let back = ask(claims.begin_unprepare("q"));
     assert_eq!(names(&back), ["d: shared", "e: shared"]);
-    claims.given_back(&back, true);
+    claims.record_unprepared(&back, true);
     assert_eq!(claims, Claims::default());
-    assert_eq!(ask(claims.give_back("q")), Batches::new());
+    assert_eq!(ask(claims.begin_unprepare("q")), Batches::new());
 }
 
 #[test]
@@ -190,19 +200,19 @@ fn a_claim_with_a_call_in_progress_is_busy_for_other_pods() {
     let mut claims = Claims::default();
     let shared = [wanted("shared", "1", &["d"])];
     let asked = ask(claims.prepare("p", &shared).expect("no conflict"));
-    assert_eq!(claims.prepare("q", &shared), Ok(Begun::Busy));
-    assert_eq!(claims.give_back("p"), Begun::Busy);
+    assert_eq!(claims.prepare("q", &shared), Ok(Started::Busy));
+    assert_eq!(claims.begin_unprepare("p"), Started::Busy);
     assert!(!claims.uses("q"));
-    claims.prepared(&asked, &BTreeMap::new());
+    claims.record_prepared(&asked, &BTreeMap::new());
     // The first pod's attempt failed; the second pod's attempt succeeds for both.
     assert_eq!(
         names(&prepare(&mut claims, "q", &shared, &[])),
         ["d: shared"]
     );
-    assert_eq!(ask(claims.give_back("p")), Batches::new());
-    let back = ask(claims.give_back("q"));
-    assert_eq!(claims.prepare("r", &shared), Ok(Begun::Busy));
-    claims.given_back(&back, true);
+    assert_eq!(ask(claims.begin_unprepare("p")), Batches::new());
+    let back = ask(claims.begin_unprepare("q"));
+    assert_eq!(claims.prepare("r", &shared), Ok(Started::Busy));
+    claims.record_unprepared(&back, true);
 
     let before = claims.clone();
     prepare(&mut claims, "p", &shared, &[]);
@@ -223,7 +233,7 @@ fn a_claim_without_devices_needs_no_driver() {
     let mut claims = Claims::default();
     let empty = [wanted("empty", "1", &[])];
     assert_eq!(prepare(&mut claims, "p", &empty, &[]), Batches::new());
-    assert_eq!(ask(claims.give_back("p")), Batches::new());
+    assert_eq!(ask(claims.begin_unprepare("p")), Batches::new());
     assert_eq!(claims, Claims::default());
 }
 
@@ -262,12 +272,12 @@ fn containers_get_the_devices_of_the_requests_that_they_name() {
     assert_eq!(cdi(1), "v/c=0 v/c=both v/c=every w/c=x w/c=y");
     assert_eq!((cdi(2).as_str(), cdi(3).as_str()), ("w/c=x", ""));
     let held: Vec<(String, usize)> = claims
-        .held(&pod, &containers[1])
+        .claims_of_container(&pod, &containers[1])
         .into_iter()
         .map(|(claim, drivers)| (claim.name, drivers["d"].len()))
         .collect();
     assert_eq!(held, [("one".to_owned(), 3), ("two".to_owned(), 2)]);
-    assert!(claims.held(&pod, &containers[3]).is_empty());
+    assert!(claims.claims_of_container(&pod, &containers[3]).is_empty());
 }
 
 #[test]
@@ -277,7 +287,7 @@ fn a_drivers_response_must_match_the_requested_claims() {
         let answer = |(uid, answer): &(&str, Result<u8, &str>)| {
             ((*uid).to_owned(), answer.map_err(ToOwned::to_owned))
         };
-        judge("Call", &asked, list.iter().map(answer).collect())
+        check_response("Call", &asked, list.iter().map(answer).collect())
     };
     let judged = answers(&[("1", Ok(1)), ("2", Ok(2))]).expect("all");
     assert_eq!(judged, [(asked[0].clone(), 1), (asked[1].clone(), 2)]);
@@ -367,7 +377,7 @@ impl Call {
         *own == pod
     }
 
-    fn claims(&self) -> impl Iterator<Item = &Named> {
+    fn claims(&self) -> impl Iterator<Item = &ClaimId> {
         let (Call::Prepare(_, _, batches) | Call::GiveBack(_, batches)) = self;
         batches.values().flatten()
     }
@@ -388,18 +398,18 @@ impl World {
         match event {
             Event::Prepare(pod, its) => {
                 let name = |claim: &usize| wanted(&claim.to_string(), &claim.to_string(), &["d"]);
-                let list: Vec<Wanted> = its.iter().map(name).collect();
+                let list: Vec<AllocatedClaim> = its.iter().map(name).collect();
                 if self.ready.contains_key(&pod) || self.calls.iter().any(|c| c.of(pod)) {
                     return;
                 }
                 let begun = self.claims.prepare(&pod.to_string(), &list);
-                if let Begun::Ask(batches) = begun.expect("one uid per name") {
+                if let Started::Call(batches) = begun.expect("one uid per name") {
                     self.calls.push(Call::Prepare(pod, its, batches));
                 }
             }
             Event::GiveBack(pod) if self.calls.iter().any(|c| c.of(pod)) => {}
             Event::GiveBack(pod) => {
-                if let Begun::Ask(batches) = self.claims.give_back(&pod.to_string()) {
+                if let Started::Call(batches) = self.claims.begin_unprepare(&pod.to_string()) {
                     self.ready.remove(&pod);
                     self.calls.push(Call::GiveBack(pod, batches));
                 }
@@ -429,7 +439,7 @@ impl World {
                 self.held.extend(asked);
                 let done = all_done(&batches, &[]);
                 self.claims
-                    .prepared(&batches, &if ok { done } else { BTreeMap::new() });
+                    .record_prepared(&batches, &if ok { done } else { BTreeMap::new() });
                 if ok {
                     self.ready.insert(pod, its);
                 }
@@ -437,7 +447,7 @@ impl World {
             Call::GiveBack(_, batches) => {
                 let given = batches.values().flatten().filter(|_| ok);
                 given.for_each(|claim| _ = self.held.remove(&claim.name));
-                self.claims.given_back(&batches, ok);
+                self.claims.record_unprepared(&batches, ok);
             }
         }
     }
@@ -463,7 +473,7 @@ proptest! {
             world.ends(call, true);
         }
         for pod in world.claims.pods() {
-            let batches = ask(world.claims.give_back(&pod));
+            let batches = ask(world.claims.begin_unprepare(&pod));
             world.ends(Call::GiveBack(0, batches), true);
         }
         prop_assert!(world.held.is_empty(), "still prepared at the driver: {:?}", world.held);
@@ -501,7 +511,7 @@ impl Told {
 
     /// A report at a time in seconds: each device with health, message, and validity in seconds.
     fn say(&mut self, now: u64, devices: &[(&str, Health, &str, i64)]) {
-        let said = |(name, health, message, seconds): &(&str, Health, &str, i64)| Said {
+        let said = |(name, health, message, seconds): &(&str, Health, &str, i64)| DeviceReport {
             pool: "here".into(),
             device: (*name).into(),
             health: *health,
@@ -509,7 +519,7 @@ impl Told {
             seconds: *seconds,
         };
         let devices = devices.iter().map(said).collect();
-        self.drivers.said("d", devices, Duration::from_secs(now));
+        self.drivers.record("d", devices, Duration::from_secs(now));
     }
 }
 
@@ -531,7 +541,10 @@ fn a_claims_device_health_is_what_its_driver_reported_last() {
         vec![all, format!("claim:mine/a k=one={one}")]
     };
     assert_eq!(told.shown(0), both("Untold", "Untold"));
-    assert_eq!(told.shown(HOLDS.as_secs()), both("Unknown", "Unknown"));
+    assert_eq!(
+        told.shown(DEFAULT_VALIDITY.as_secs()),
+        both("Unknown", "Unknown")
+    );
 
     let first = [
         ("one", Health::Unhealthy, " hot", 0),

@@ -72,14 +72,14 @@ fn cpus_are_taken_in_the_kubelets_order() {
             let (way, rest) = question.split_once(' ').expect("a manner");
             let (number, free) = rest.split_once(" of ").expect("a number");
             let way = match way.strip_prefix("nodes-") {
-                Some(group) => Way {
-                    over_nodes: group.parse().ok(),
-                    ..Way::default()
+                Some(group) => TakeOptions {
+                    numa_group_size: group.parse().ok(),
+                    ..TakeOptions::default()
                 },
-                None => Way {
+                None => TakeOptions {
                     spread: way == "spread",
-                    caches: way == "caches",
-                    over_nodes: None,
+                    align_to_caches: way == "caches",
+                    numa_group_size: None,
                 },
             };
             let number = number.parse().expect("a number");
@@ -344,7 +344,7 @@ fn aligned(policy: Policy, scope: Scope, options: Options) -> Managers {
         policy,
         scope,
         closest: false,
-        most_nodes: 8,
+        max_nodes: 8,
     };
     let rules = managers::Rules {
         alignment: Some(alignment),
@@ -409,7 +409,7 @@ fn too_many_numa_nodes_are_rejected() {
         policy: Policy::BestEffort,
         scope: Scope::Pod,
         closest: false,
-        most_nodes: 7,
+        max_nodes: 7,
     };
     let machine = named("two sockets, four nodes each, no SMT");
     let error = Alignment::new(rules, &machine.topology).expect_err("eight nodes");
@@ -472,7 +472,7 @@ proptest! {
             policy,
             scope: if pod_scope { Scope::Pod } else { Scope::Container },
             closest: false,
-            most_nodes: 8,
+            max_nodes: 8,
         });
         let Ok(mut managers) = Managers::new(&rules, &machine, &Checkpoints::default()) else {
             // `align-by-socket` is invalid on some machines.

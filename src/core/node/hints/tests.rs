@@ -58,7 +58,7 @@ fn rules(policy: Policy, closest: bool) -> Rules {
         policy,
         scope: Scope::Container,
         closest,
-        most_nodes: 8,
+        max_nodes: 8,
     }
 }
 
@@ -113,8 +113,8 @@ fn more_numa_nodes_are_allowed_by_an_option() {
         .map(|id| format!("{id}:10,10,10,10,10,10,10,10,10"))
         .collect();
     let machine = machine(&rows.join(" "));
-    let many = |most_nodes| Rules {
-        most_nodes,
+    let many = |max_nodes| Rules {
+        max_nodes,
         ..rules(Policy::Restricted, true)
     };
     let error = Alignment::new(many(8), &machine).expect_err("nine nodes");

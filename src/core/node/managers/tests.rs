@@ -51,7 +51,7 @@ fn managers(policy: Option<Policy>, scope: Scope, options: Options) -> Managers 
             policy,
             scope,
             closest: false,
-            most_nodes: 8,
+            max_nodes: 8,
         }),
         ..Rules::default()
     };
@@ -74,7 +74,7 @@ fn devices(names: &[&str]) -> Devices {
     };
     let mut devices = Devices::default();
     devices.register(THING, 1);
-    devices.list(THING, 1, names.iter().map(device).collect());
+    devices.set_devices(THING, 1, names.iter().map(device).collect());
     devices
 }
 
@@ -96,7 +96,7 @@ fn pod(uid: &str, containers: &[(&str, usize)]) -> Pod {
 
 fn ids(devices: &Devices, uid: &str) -> Vec<String> {
     let containers = ["c0", "c1"].into_iter();
-    let held = containers.flat_map(|c| devices.held(uid, c));
+    let held = containers.flat_map(|c| devices.devices_of(uid, c));
     held.map(|(_, id, _)| id).collect()
 }
 

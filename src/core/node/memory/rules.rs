@@ -11,7 +11,7 @@ use crate::core::pod::resources::Amounts;
 use crate::core::quantity::Quantity;
 
 /// Maximum number of NUMA nodes; all combinations of nodes are tried.
-const MOST_NODES: usize = 16;
+const MAX_NODES: usize = 16;
 
 /// Reserved bytes by NUMA node and resource (`reservedMemory`).
 pub type Reserved = BTreeMap<u32, BTreeMap<String, u64>>;
@@ -55,9 +55,9 @@ pub fn set_aside(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
 impl Rules {
     /// Checks the rules against the machine and the amounts set aside.
     pub(super) fn check(&self, topology: &Topology, set_aside: &Amounts) -> Result<(), String> {
-        if topology.nodes.len() > MOST_NODES {
+        if topology.nodes.len() > MAX_NODES {
             return Err(format!(
-                "memoryManagerPolicy: Static does not support more than {MOST_NODES} NUMA nodes, and this machine has {}: use None",
+                "memoryManagerPolicy: Static does not support more than {MAX_NODES} NUMA nodes, and this machine has {}: use None",
                 topology.nodes.len()
             ));
         }
@@ -85,7 +85,7 @@ impl Rules {
     }
 
     /// The state of a machine without allocations.
-    pub(super) fn untouched(&self, topology: &Topology) -> State {
+    pub(super) fn initial_state(&self, topology: &Topology) -> State {
         let node = |(id, memory): (&u32, &MemoryNode)| {
             let none = BTreeMap::new();
             let reserved = self.reserved.get(id).unwrap_or(&none);

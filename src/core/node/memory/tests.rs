@@ -64,7 +64,7 @@ fn rules(nodes: u32, alignment: Option<(Policy, Scope)>) -> managers::Rules {
             policy,
             scope,
             closest: false,
-            most_nodes: 8,
+            max_nodes: 8,
         }),
         ..managers::Rules::default()
     }
@@ -307,7 +307,7 @@ fn memory_state_mismatches_are_reported() {
     // The tables count memory that no container has.
     let text = checkpoints.memory.clone().expect("one");
     let mut state = checkpoint::read(&text, "Static").expect("a state");
-    state.given.clear();
+    state.allocations.clear();
     let checkpoints = Checkpoints {
         memory: Some(checkpoint::write("Static", &state)),
         ..Checkpoints::default()
@@ -452,9 +452,9 @@ fn asked(text: &str) -> Vec<Asked<'_>> {
 fn answer(memory: &mut Memory, uid: &str, asked: &[Asked<'_>]) -> String {
     let containers: Vec<(&str, u64, u64)> = asked.iter().map(|a| (a.0, a.1, a.2)).collect();
     let pod = pod(uid, &containers);
-    let mut answer = format!("pod {}", shown_hints(&memory.hints(Asker::Pod(&pod))));
+    let mut answer = format!("pod {}", shown_hints(&memory.hints(Subject::Pod(&pod))));
     for ((role, container), (.., affinity)) in pod::containers(&pod).iter().zip(asked) {
-        let hints = memory.hints(Asker::Container(&pod, container));
+        let hints = memory.hints(Subject::Container(&pod, container));
         answer += &format!(" {}", shown_hints(&hints));
         if let Err(refusal) = memory.allocate(&pod, *role, container, *affinity, &mut vec![]) {
             memory.release(uid);
@@ -489,7 +489,11 @@ fn memory_is_allocated_as_by_the_kubelet() {
                 let text = line.trim_start_matches("checkpoint ");
                 let mut state = checkpoint::read(text, "Static").expect("a state");
                 assert_eq!(checkpoint::write("Static", &state), text);
-                for blocks in state.given.values_mut().flat_map(BTreeMap::values_mut) {
+                for blocks in state
+                    .allocations
+                    .values_mut()
+                    .flat_map(BTreeMap::values_mut)
+                {
                     blocks.sort_by(|a, b| a.resource.cmp(&b.resource));
                 }
                 assert_eq!(&state, memory.state());
@@ -540,7 +544,7 @@ proptest! {
                     prop_assert_eq!(table.free + table.reserved, table.allocatable);
                 }
                 let reserved: u64 = state.nodes.values().map(|n| n.tables[resource].reserved).sum();
-                let blocks = state.given.values().flat_map(BTreeMap::values).flatten();
+                let blocks = state.allocations.values().flat_map(BTreeMap::values).flatten();
                 let given: u64 = blocks.filter(|b| b.resource == resource).map(|b| b.size).sum();
                 prop_assert_eq!(reserved, given, "{}", resource);
             }
@@ -579,7 +583,7 @@ proptest! {
                 }
             }
             let mut again = fresh.clone();
-            prop_assert_eq!(again.adopt(memory.state().clone()), Ok(()));
+            prop_assert_eq!(again.load(memory.state().clone()), Ok(()));
         }
     }
 }

@@ -49,7 +49,7 @@ fn used(mut cpus: Cpus, shared: &CpuSet, own: &CpuSet) -> Cpus {
         }
     }
     let shared = shared.clone();
-    let adopted = cpus.adopt(State { shared, exclusive });
+    let adopted = cpus.load(State { shared, exclusive });
     adopted.expect("a valid state");
     cpus
 }
@@ -91,8 +91,8 @@ fn shown(hints: &Hints) -> String {
 fn hinted(cpus: &Cpus, asks: &str) -> String {
     let pod = pod("own", &[("main", asks)]);
     let container = &pod.spec.as_ref().expect("a spec").containers[0];
-    let of_container = shown(&cpus.hints(Asker::Container(&pod, container)));
-    assert_eq!(shown(&cpus.hints(Asker::Pod(&pod))), of_container);
+    let of_container = shown(&cpus.hints(Subject::Container(&pod, container)));
+    assert_eq!(shown(&cpus.hints(Subject::Pod(&pod))), of_container);
     of_container
 }
 
@@ -106,7 +106,7 @@ fn adopted(mut cpus: Cpus, shared: &str, given: &str) -> String {
         shared: numbers(shared),
         exclusive: pods.map(pod).collect(),
     };
-    match cpus.adopt(state) {
+    match cpus.load(state) {
         Ok(()) => list(&cpus.state().shared),
         Err(_) => "refused".to_owned(),
     }

@@ -249,7 +249,7 @@ fn managers() -> managers::Managers {
             policy: hints::Policy::BestEffort,
             scope: hints::Scope::Container,
             closest: false,
-            most_nodes: 8,
+            max_nodes: 8,
         }),
         ..managers::Rules::default()
     };
