@@ -18,7 +18,7 @@ use super::{Config, ConfigError, Overrides};
 use super::{effective, logging, managers, serving, shutdown};
 use crate::core::node::addresses;
 use crate::core::node::collection::ContainerRules;
-use crate::core::node::features::{self, Objection};
+use crate::core::node::features::{self, SettingProblem};
 use crate::core::node::offline::OfflineStart;
 use crate::core::time::duration;
 
@@ -27,11 +27,11 @@ use crate::core::time::duration;
 fn gates(set: Option<&BTreeMap<String, bool>>) -> Result<Vec<String>, ConfigError> {
     let mut ignored = vec![];
     for (name, value) in set.into_iter().flatten() {
-        match features::object(name, *value) {
-            Some(Objection::Refused(remedy)) => {
+        match features::check_setting(name, *value) {
+            Some(SettingProblem::Refused(remedy)) => {
                 return Err(invalid(&format!("featureGates.{name}"), value, &remedy));
             }
-            Some(Objection::Ignored(why)) => ignored.push(why),
+            Some(SettingProblem::Ignored(why)) => ignored.push(why),
             None => {}
         }
     }
@@ -96,7 +96,7 @@ fn node_ips(flags: &Overrides) -> Result<(Vec<IpAddr>, bool), ConfigError> {
             .trim()
             .parse()
             .map_err(|_| invalid(field, text, remedy))?;
-        match addresses::objection(ip) {
+        match addresses::invalid_reason(ip) {
             Some(why) => Err(invalid(field, text, why)),
             None => Ok(ip),
         }

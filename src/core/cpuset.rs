@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 pub type CpuSet = BTreeSet<u32>;
 
 /// Highest number in a list, which bounds the memory for lists read from files.
-const HIGHEST: u32 = 65_535;
+const MAX_CPU_NUMBER: u32 = 65_535;
 
 /// Parses a list such as `0-3,8`; `None` if it is malformed. An empty text is the empty set.
 #[must_use]
@@ -19,7 +19,7 @@ pub fn parse_list(text: &str) -> Option<CpuSet> {
     for part in text.split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let (first, last): (u32, u32) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
-        if first > last || last > HIGHEST {
+        if first > last || last > MAX_CPU_NUMBER {
             return None;
         }
         set.extend(first..=last);

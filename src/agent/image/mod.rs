@@ -359,7 +359,7 @@ async fn pull(about: &About<'_>, shown: &str, name: &str) -> Result<Image, Waiti
     let context = about.context;
     let key = (about.whose.pod.uid().unwrap_or_default(), name.to_owned());
     let backoff = || lock(&context.images.backoff);
-    let held = backoff().held(&key, context.clock.now());
+    let held = backoff().remaining(&key, context.clock.now());
     if let Some((until, error)) = held {
         let (reason, message) = (
             "ImagePullBackOff",

@@ -23,7 +23,7 @@ use embedded::adopt;
 use crate::agent::Metrics;
 use crate::config::Config;
 use crate::core::backoff::Doubling;
-use crate::core::node::addresses::served;
+use crate::core::node::addresses::certificate_names;
 use crate::core::node::signing::{self, CLIENT, SERVING};
 use crate::host::{HostError, blocking};
 use crate::kubeapi::client::connect;
@@ -339,7 +339,10 @@ impl Renewed {
 
     /// The names and addresses for the certificate.
     fn names(&self) -> Vec<String> {
-        let reported = self.addresses.as_ref().map(|known| served(&known.borrow()));
+        let reported = self
+            .addresses
+            .as_ref()
+            .map(|known| certificate_names(&known.borrow()));
         let (names, ips) = reported.unwrap_or_default();
         [names, ips].concat()
     }
@@ -348,7 +351,7 @@ impl Renewed {
     /// allowed (the gate `AllowDNSOnlyNodeCSR` is off).
     fn can_be_requested(&self) -> bool {
         let addresses = self.addresses.as_ref();
-        addresses.is_none_or(|known| !served(&known.borrow()).1.is_empty())
+        addresses.is_none_or(|known| !certificate_names(&known.borrow()).1.is_empty())
     }
 
     /// Waits until the next check is due.

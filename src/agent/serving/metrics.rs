@@ -572,7 +572,7 @@ async fn own(server: &Arc<Server>) -> Response<Body> {
     for feature in FEATURES {
         out.sample(
             name,
-            &[("name", feature.name), ("stage", feature.stage.shown())],
+            &[("name", feature.name), ("stage", feature.stage.label())],
             f64::from(u8::from(feature.is_enabled(&context.config.feature_gates))),
             None,
         );

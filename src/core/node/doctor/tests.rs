@@ -1,4 +1,4 @@
-use super::judge::{CONTROLLERS, SLOW};
+use super::evaluate::{CONTROLLERS, SLOW};
 use super::*;
 
 fn healthy() -> Facts {

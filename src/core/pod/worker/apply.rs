@@ -50,10 +50,10 @@ impl Worker {
             Input::VolumesChanged => {
                 (self.volumes.stale, self.volumes.changed) = (true, true);
                 self.forget_retry(&Key::Volumes);
-                self.has_updates(&[Class::WaitForNews]);
+                self.has_updates(&[Class::WaitForChange]);
             }
             // Changes since the outage are found by the listing.
-            Input::RuntimeBack => self.has_updates(&[Class::WaitForNews]),
+            Input::RuntimeBack => self.has_updates(&[Class::WaitForChange]),
             Input::DriversChanged => {
                 self.forget_retry(&Key::Volumes);
                 if has_claims(self.update.with_status()) {
@@ -132,7 +132,7 @@ impl Worker {
         }
         self.adopt_update();
         // Paths and variables may reference labels and annotations.
-        self.has_updates(&[Class::WaitForNews, Class::Final]);
+        self.has_updates(&[Class::WaitForChange, Class::Final]);
         if changed {
             self.retries.clear();
             if self.is_in_flight(&Key::Grow) {
@@ -278,7 +278,7 @@ impl Worker {
         self.images.remove(name);
         self.note_problem(start.container.name.clone(), problem);
         let pause = |failures: u32| match class {
-            Class::WaitForNews | Class::RetryLater => START_RETRY.after(1),
+            Class::WaitForChange | Class::RetryLater => START_RETRY.after(1),
             Class::Final => START_RETRY.after(failures),
         };
         // Pulling the image and starting the container share one back-off.
@@ -288,7 +288,7 @@ impl Worker {
         });
         if self.volumes.stale || self.is_in_flight(&Key::Volumes) {
             // The missing object may be among the changes since.
-            self.has_updates(&[Class::WaitForNews]);
+            self.has_updates(&[Class::WaitForChange]);
         }
         if matches!(op, Op::Start { .. }) {
             self.look_before_more();
@@ -625,7 +625,7 @@ impl Worker {
 
     fn failed(&mut self, now: Timestamp, key: &Key, class: Class) {
         let pauses = match class {
-            Class::RetryLater | Class::WaitForNews => &RETRY,
+            Class::RetryLater | Class::WaitForChange => &RETRY,
             Class::Final => &START_RETRY,
         };
         self.hold(now, key, class, |failures| {

@@ -498,7 +498,7 @@ impl Worker {
         }
         let finished = self.last_end(name)?;
         let key = backoff_key(start);
-        let held = self.backoff.held(&key, finished, facts.now)?;
+        let held = self.backoff.remaining(&key, finished, facts.now)?;
         let shown = time::shown(Duration::try_from(held.delay).unwrap_or_default());
         let who = pod::described(&self.effective);
         let message = format!("back-off {shown} restarting failed container={name} pod={who}");
