@@ -7,9 +7,9 @@ use clap::{CommandFactory as _, FromArgMatches as _, Parser as _};
 use holdfast::agent;
 use holdfast::ask;
 use holdfast::cli::{
-    AgentFlags, AskedAgent, AuditFlags, Cli, Command, DoctorFlags, ExplainFlags, Explained,
-    Findings, GcFlags, Ipam, KubeletCli, Output, PodOfAgent, RecordFlags, Recorded, Running,
-    UpFlags, UpWhat, fields,
+    AgentCommand, AgentFlags, AgentSelection, AuditFlags, Cli, Command, DoctorFlags,
+    ExplainCommand, ExplainFlags, GcFlags, Ipam, KubeletCli, Output, PodOfAgent, RecordCommand,
+    RecordFlags, ReportFormat, UpCommand, UpFlags, fields,
 };
 use holdfast::config;
 use holdfast::control;
@@ -30,7 +30,7 @@ use tokio_util::sync::CancellationToken;
 const COMMIT: [u8; 12] = newest_commit(include_bytes!(env!("HOLDFAST_REFLOG")));
 
 /// Parses the command of an invocation as `holdfast`.
-fn of_holdfast(arguments: &[std::ffi::OsString]) -> Command {
+fn parse_command(arguments: &[std::ffi::OsString]) -> Command {
     let version = format!(
         "{} ({}), Kubernetes {KUBERNETES}",
         env!("CARGO_PKG_VERSION"),
@@ -75,7 +75,7 @@ fn main() -> ExitCode {
             flags: Box::new(kubelet.agent),
         }
     } else {
-        of_holdfast(&given.rest)
+        parse_command(&given.rest)
     };
     if let Command::Agent { version, .. } = &command
         && let Some(text) = version
@@ -136,7 +136,7 @@ fn main() -> ExitCode {
 async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
     match command {
         Command::Up(UpFlags {
-            what: Some(UpWhat::Status { name }),
+            what: Some(UpCommand::Status { name }),
             ..
         }) => up::status(&up::Settings::dirs(&name)),
         Command::Supervise(flags) => tokio::task::block_in_place(|| {
@@ -186,7 +186,7 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
         }
         Command::Explain {
             agent,
-            what: Explained::Pod(flags),
+            what: ExplainCommand::Pod(flags),
         } => explain(&agent, &flags).await,
         Command::Gc(flags) => gc(&flags).await,
         Command::Ipam {
@@ -194,9 +194,9 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
         } => tokio::task::block_in_place(|| audit(flags)),
         Command::Agent {
             running:
-                Some(Running::Record {
+                Some(AgentCommand::Record {
                     agent,
-                    what: Recorded::Pod(flags),
+                    what: RecordCommand::Pod(flags),
                 }),
             ..
         } => record(&agent, &flags).await,
@@ -244,7 +244,7 @@ fn configuration(
 }
 
 /// The files of a node that kubeadm set up.
-const KUBEADM: [&str; 2] = [
+const KUBEADM_FILES: [&str; 2] = [
     "/var/lib/kubelet/config.yaml",
     "/etc/kubernetes/kubelet.conf",
 ];
@@ -270,7 +270,7 @@ async fn doctor(flags: DoctorFlags, given: fields::Given) -> anyhow::Result<()> 
             agent.root_dir.get_or_insert(cluster);
         } else {
             let there = |path: &str| Some(path.into()).filter(|p: &std::path::PathBuf| p.exists());
-            [agent.config, agent.kubeconfig] = KUBEADM.map(there);
+            [agent.config, agent.kubeconfig] = KUBEADM_FILES.map(there);
         }
     }
     let findings = match configuration(&agent, &given) {
@@ -278,8 +278,8 @@ async fn doctor(flags: DoctorFlags, given: fields::Given) -> anyhow::Result<()> 
         Err(error) => vec![diagnosis::unusable(error.to_string())],
     };
     match output {
-        Findings::Text => print!("{}", diagnosis::text(&findings)),
-        Findings::Json => println!("{}", serde_json::to_string_pretty(&findings)?),
+        ReportFormat::Text => print!("{}", diagnosis::text(&findings)),
+        ReportFormat::Json => println!("{}", serde_json::to_string_pretty(&findings)?),
     }
     if diagnosis::worst(&findings) == diagnosis::Severity::Error {
         anyhow::bail!("there are errors: pods on this node do not run as specified");
@@ -351,9 +351,9 @@ fn audit(flags: AuditFlags) -> anyhow::Result<()> {
         mend,
         patience: std::time::Duration::from_secs(older_than),
     })?;
-    let (table, well) = ipam::table(&findings);
+    let (table, all_well) = ipam::table(&findings);
     println!("{table}");
-    if well {
+    if all_well {
         Ok(())
     } else {
         anyhow::bail!(
@@ -363,9 +363,9 @@ fn audit(flags: AuditFlags) -> anyhow::Result<()> {
 }
 
 /// Returns the socket of the agent to query.
-fn socket_of(asked: &AskedAgent) -> anyhow::Result<std::path::PathBuf> {
-    asked.check().map_err(anyhow::Error::msg)?;
-    let root = match (&asked.root_dir, &asked.name) {
+fn socket_of(selection: &AgentSelection) -> anyhow::Result<std::path::PathBuf> {
+    selection.check().map_err(anyhow::Error::msg)?;
+    let root = match (&selection.root_dir, &selection.name) {
         (Some(dir), _) => dir.clone(),
         (None, Some(name)) => up::Settings::dirs(name).agent(),
         // The cluster of `holdfast up` if its agent has a socket, otherwise the kubelet's directory.
@@ -382,9 +382,9 @@ fn socket_of(asked: &AskedAgent) -> anyhow::Result<std::path::PathBuf> {
 }
 
 /// Writes the inputs and the decisions of a pod's worker.
-async fn record(asked: &AskedAgent, flags: &RecordFlags) -> anyhow::Result<()> {
+async fn record(selection: &AgentSelection, flags: &RecordFlags) -> anyhow::Result<()> {
     let RecordFlags { pod, output } = flags;
-    let report = ask::record(&socket_of(asked)?, &pod.namespace, &pod.pod).await?;
+    let report = ask::record(&socket_of(selection)?, &pod.namespace, &pod.pod).await?;
     let mut text = serde_json::to_string_pretty(&report)?;
     text.push('\n');
     match output {
@@ -396,7 +396,7 @@ async fn record(asked: &AskedAgent, flags: &RecordFlags) -> anyhow::Result<()> {
 }
 
 /// Maximum size of a record that is read, in bytes.
-const LARGEST_RECORD: u64 = 64 << 20;
+const MAX_RECORD_BYTES: u64 = 64 << 20;
 
 /// Replays a recorded pod worker, and prints its decisions.
 fn replay(file: &std::path::Path) -> anyhow::Result<()> {
@@ -408,7 +408,7 @@ fn replay(file: &std::path::Path) -> anyhow::Result<()> {
         Box::new(opened.with_context(|| format!("{} cannot be read", file.display()))?)
     };
     let mut bytes = vec![];
-    source.take(LARGEST_RECORD).read_to_end(&mut bytes)?;
+    source.take(MAX_RECORD_BYTES).read_to_end(&mut bytes)?;
     let report: Report = holdfast::core::json::read(&bytes).with_context(|| {
         format!(
             "{} is not a record that this version of Holdfast ({}) can read; create one with `holdfast agent record pod`",
@@ -425,9 +425,9 @@ fn replay(file: &std::path::Path) -> anyhow::Result<()> {
 }
 
 /// Prints why a pod is not running.
-async fn explain(asked: &AskedAgent, flags: &ExplainFlags) -> anyhow::Result<()> {
+async fn explain(selection: &AgentSelection, flags: &ExplainFlags) -> anyhow::Result<()> {
     let PodOfAgent { pod, namespace } = &flags.pod;
-    let answer = ask::explain(&socket_of(asked)?, namespace, pod).await?;
+    let answer = ask::explain(&socket_of(selection)?, namespace, pod).await?;
     let now = sys::clock::Clock::system().now();
     match flags.output {
         Output::Text => print!("{}", explanation::text(&answer, now)),
@@ -441,8 +441,8 @@ async fn explain(asked: &AskedAgent, flags: &ExplainFlags) -> anyhow::Result<()>
 async fn gc(flags: &GcFlags) -> anyhow::Result<()> {
     let report = ask::gc(&socket_of(&flags.agent)?, flags.dry_run).await?;
     match flags.output {
-        Findings::Text => print!("{}", collection::text(&report, !flags.dry_run)),
-        Findings::Json => println!("{}", serde_json::to_string_pretty(&report)?),
+        ReportFormat::Text => print!("{}", collection::text(&report, !flags.dry_run)),
+        ReportFormat::Json => println!("{}", serde_json::to_string_pretty(&report)?),
     }
     match report.failures.len() {
         0 => Ok(()),

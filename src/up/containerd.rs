@@ -79,7 +79,7 @@ pub fn config(settings: &Settings, machine: Machine) -> String {
 
 /// Refuses a runtime that has pods of another kubelet: two agents on one runtime would stop each other's pods. A pod of
 /// ours has a directory below `agent`.
-pub async fn refuse_of_another(endpoint: &str, agent: &Path) -> anyhow::Result<()> {
+pub async fn reject_foreign_pods(endpoint: &str, agent: &Path) -> anyhow::Result<()> {
     let runtime =
         CriClient::new(endpoint, Duration::from_secs(10), None).map_err(anyhow::Error::msg)?;
     let listed = runtime.list().await;

@@ -21,7 +21,7 @@ use crate::agent::Context;
 use crate::core::pod;
 use crate::core::pod::observed::{Container, ContainerState, ObservedPod};
 use crate::core::serving::logs::Decoder;
-use crate::core::serving::{LogOptions, Place};
+use crate::core::serving::{LogOptions, PodTarget};
 use crate::host::blocking;
 use crate::host::serving::logfile::{LogFile, Next};
 use crate::https::{Body, BoxError, text};
@@ -168,7 +168,7 @@ fn instance(
 }
 
 /// Finds the pod of the request's container.
-fn find(server: &Server, place: &Place) -> Result<Known, Refusal> {
+fn find(server: &Server, place: &PodTarget) -> Result<Known, Refusal> {
     let known = server.find(place).ok_or_else(|| {
         Refusal(
             StatusCode::NOT_FOUND,
@@ -189,7 +189,7 @@ fn find(server: &Server, place: &Place) -> Result<Known, Refusal> {
 /// `GET /containerLogs/…`.
 pub async fn of_container(
     server: &Arc<Server>,
-    place: &Place,
+    place: &PodTarget,
     query: &str,
 ) -> Result<Response<Body>, Refusal> {
     let context = &server.context;
@@ -217,7 +217,7 @@ pub async fn of_container(
     let (sender, pieces) = mpsc::channel(AHEAD);
     let decoder = Decoder::new(&options);
     let decoder = match log.tail() {
-        Some(start) => decoder.beginning(start),
+        Some(start) => decoder.starting_at(start),
         None => decoder,
     };
     let follow = options.follow.then(|| Following {
@@ -293,7 +293,7 @@ async fn read_to_end(
         if !out.is_empty() && to.send(out.into()).await.is_err() {
             return None;
         }
-        if decoder.is_full() {
+        if decoder.is_complete() {
             return None;
         }
         match next {
