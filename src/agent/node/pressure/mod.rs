@@ -406,7 +406,7 @@ impl Manager {
             }
         }
         self.ending
-            .told(signal.pressure(), uid, self.begun.elapsed(), grace);
+            .record_eviction(signal.pressure(), uid, self.begun.elapsed(), grace);
         let age = observed.elapsed();
         if is_told {
             context.metrics.eviction_decided(signal.name(), age);
