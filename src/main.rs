@@ -269,8 +269,9 @@ async fn doctor(flags: DoctorFlags, given: fields::Given) -> anyhow::Result<()> 
             agent.kubeconfig = Some(cluster.join("kubeconfig"));
             agent.root_dir.get_or_insert(cluster);
         } else {
-            let there = |path: &str| Some(path.into()).filter(|p: &std::path::PathBuf| p.exists());
-            [agent.config, agent.kubeconfig] = KUBEADM_FILES.map(there);
+            let existing =
+                |path: &str| Some(path.into()).filter(|p: &std::path::PathBuf| p.exists());
+            [agent.config, agent.kubeconfig] = KUBEADM_FILES.map(existing);
         }
     }
     let findings = match configuration(&agent, &given) {

@@ -340,14 +340,14 @@ fn value(flag: &str, shape: Shape, text: &str) -> Result<Value, String> {
 }
 
 fn set(fields: &mut Value, path: &str, value: Value) {
-    let mut here = fields;
+    let mut target = fields;
     for name in path.split('.') {
-        if !here.is_object() {
-            *here = json!({});
+        if !target.is_object() {
+            *target = json!({});
         }
-        here = &mut here[name];
+        target = &mut target[name];
     }
-    *here = value;
+    *target = value;
 }
 
 /// Returns the field that a flag sets, if any, and the flag's syntax; `None` for flags that clap parses.

@@ -347,13 +347,13 @@ fn unknown_and_repeated_fields_are_ignored_and_reported() {
     let config = load_all(Some(&path), None, &Value::Null, &Overrides::default(), "h")
         .expect("read leniently");
     assert_eq!((config.max_pods, config.serving.tokens), (6, false));
-    let told = config.unread.join("\n");
+    let unread = config.unread.join("\n");
     for field in [
         "maxPods",
         "maxPodz: KubeletConfiguration v1beta1 has no such field",
         "authentication.x508",
     ] {
-        assert!(told.contains(field), "{field}: {told}");
+        assert!(unread.contains(field), "{field}: {unread}");
     }
 }
 

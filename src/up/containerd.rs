@@ -43,7 +43,7 @@ impl Machine {
     /// Detects this machine. `systemd` is the agent's cgroup driver, because agent and containerd must use the same
     /// one.
     #[must_use]
-    pub fn here(systemd: bool) -> Machine {
+    pub fn detect(systemd: bool) -> Machine {
         Machine {
             systemd,
             selinux: machine::has_selinux(),

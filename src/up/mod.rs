@@ -148,16 +148,16 @@ fn own_api(settings: &Settings) -> String {
 /// client, and a description of the control plane.
 async fn join(dirs: &Dirs, kubeconfig: &Path) -> anyhow::Result<(kube::Client, String)> {
     let shown = kubeconfig.display();
-    let there = fs::canonicalize(kubeconfig)
+    let absolute = fs::canonicalize(kubeconfig)
         .with_context(|| format!("--join: the kubeconfig {shown} cannot be read"))?;
     let (pki, link) = (dirs.agent().join("pki"), dirs.agent().join("kubeconfig"));
     fs::create_dir_all(&pki)?;
-    let authority = crate::kubeapi::client::authority(&there).await?;
+    let authority = crate::kubeapi::client::authority(&absolute).await?;
     crate::sys::file::replace(&pki.join("ca.crt"), &authority)?;
     // A link, because the file is replaced when the node's certificate is renewed.
     match fs::remove_file(&link) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
-        _ => std::os::unix::fs::symlink(&there, &link)?,
+        _ => std::os::unix::fs::symlink(&absolute, &link)?,
     }
     let client = crate::kubeapi::client::connect(&link).await?;
     let version = client.apiserver_version().await.map_err(|e| {
@@ -197,7 +197,7 @@ fn start_containerd(settings: &Settings, component: &Component) -> anyhow::Resul
     let systemd = own_fields(settings)?.is_some_and(|own| own["cgroupDriver"] == "systemd");
     fs::write(
         &config,
-        containerd::config(settings, containerd::Machine::here(systemd)),
+        containerd::config(settings, containerd::Machine::detect(systemd)),
     )?;
     component
         .start(

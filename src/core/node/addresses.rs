@@ -301,23 +301,23 @@ mod tests {
             };
             pairs.map(address).collect()
         };
-        let told = |ips: &[&str]| Origin::Node(ips.iter().map(|ip| (*ip).into()).collect());
+        let node_ips = |ips: &[&str]| Origin::Node(ips.iter().map(|ip| (*ip).into()).collect());
         let both = "Hostname=n ExternalIP=198.51.100.1 InternalIP=10.0.0.1 InternalIP=10.0.0.2 InternalIP=fd00::1";
         for (external, given, node, expected) in [
             (false, false, Some(both), Origin::Machine),
-            (true, false, Some(both), told(&["10.0.0.1", "fd00::1"])),
-            (true, true, Some(both), told(&["10.0.0.1", "fd00::1"])),
+            (true, false, Some(both), node_ips(&["10.0.0.1", "fd00::1"])),
+            (true, true, Some(both), node_ips(&["10.0.0.1", "fd00::1"])),
             (
                 true,
                 true,
                 Some("ExternalIP=2001:db8::1"),
-                told(&["2001:db8::1"]),
+                node_ips(&["2001:db8::1"]),
             ),
             (
                 true,
                 true,
                 Some("ExternalIP=2001:db8::1 InternalIP=10.0.0.1"),
-                told(&["10.0.0.1", "2001:db8::1"]),
+                node_ips(&["10.0.0.1", "2001:db8::1"]),
             ),
             (
                 true,

@@ -88,7 +88,7 @@ impl NodeResources<'_> {
 /// Reason for a pod whose node affinity or node selector does not match the node.
 pub const NODE_AFFINITY: &str = "NodeAffinity";
 
-pub(super) fn refuse(reason: &str, message: impl Into<String>) -> Refusal {
+pub(super) fn reject(reason: &str, message: impl Into<String>) -> Refusal {
     Refusal {
         reason: reason.into(),
         message: message.into(),
@@ -101,13 +101,13 @@ pub(super) fn refuse(reason: &str, message: impl Into<String>) -> Refusal {
 pub(super) fn infeasible(cause: Infeasible, message: impl Into<String>) -> Refusal {
     Refusal {
         infeasible: Some(cause),
-        ..refuse(INFEASIBLE, message)
+        ..reject(INFEASIBLE, message)
     }
 }
 
 /// Rejects a pod because resources could not be allocated after earlier checks found them available.
-pub(super) fn unexpected(error: impl std::fmt::Display) -> Refusal {
-    refuse(
+pub(super) fn unexpected_error(error: impl std::fmt::Display) -> Refusal {
+    reject(
         "UnexpectedAdmissionError",
         format!("Allocate failed due to {error}, which is unexpected"),
     )
@@ -121,13 +121,13 @@ fn check_kind(pod: &Pod, node_state: &NodeState<'_>) -> Result<(), Refusal> {
         .as_ref()
         .and_then(|s| s.get("kubernetes.io/os"));
     if selected.is_some_and(|os| os != "linux") {
-        return Err(refuse(
+        return Err(reject(
             "PodOSSelectorNodeLabelDoesNotMatch",
             "Failed to admit pod as the `kubernetes.io/os` label doesn't match node label",
         ));
     }
     if spec.os.as_ref().is_some_and(|os| os.name != "linux") {
-        return Err(refuse(
+        return Err(reject(
             "PodOSNotSupported",
             "Failed to admit pod as the OS field doesn't match node OS",
         ));
@@ -137,7 +137,7 @@ fn check_kind(pod: &Pod, node_state: &NodeState<'_>) -> Result<(), Refusal> {
         .as_ref()
         .and_then(|s| s.supplemental_groups_policy.as_deref());
     if policy == Some("Strict") && !node_state.strict_groups {
-        return Err(refuse(
+        return Err(reject(
             "SupplementalGroupsPolicyNotSupported",
             "SupplementalGroupsPolicy=Strict is not supported in this node",
         ));
@@ -153,7 +153,7 @@ fn check_apparmor(pod: &Pod, node_state: &NodeState<'_>) -> Result<(), Refusal> 
     }
     match cri_config::apparmor_refusal(pod, node_state.apparmor) {
         None => Ok(()),
-        Some(why) => Err(refuse(
+        Some(why) => Err(reject(
             "AppArmor",
             format!("Cannot enforce AppArmor: {why}"),
         )),
@@ -165,13 +165,13 @@ pub fn admit(pod: &Pod, used: &Used, node_state: &NodeState<'_>) -> Result<(), R
     // The kubelet checks for shutdown last. Here the check comes first, so that no other pod is preempted for a pod
     // that cannot be admitted anyway.
     if node_state.shutting_down {
-        return Err(refuse(shutdown::REJECTED, shutdown::REJECTED_MESSAGE));
+        return Err(reject(shutdown::REJECTED, shutdown::REJECTED_MESSAGE));
     }
     if let Some(message) = eviction::refusal(node_state.pressures, pod) {
-        return Err(refuse("Evicted", message));
+        return Err(reject("Evicted", message));
     }
     if let Some(message) = sysctl::refusal(pod, node_state.unsafe_sysctls, node_state.kernel) {
-        return Err(refuse("SysctlForbidden", message));
+        return Err(reject("SysctlForbidden", message));
     }
     check_kind(pod, node_state)?;
     check_resources(pod, used, node_state.resources())?;
@@ -211,7 +211,7 @@ fn without_claimed(mut pod: Pod) -> Pod {
 }
 
 /// An amount as in the messages of the kubelet: CPU in millicores, others in their unit.
-fn shown(resource: &str, amount: Quantity) -> i64 {
+fn amount_in_message(resource: &str, amount: Quantity) -> i64 {
     match resource {
         "cpu" => amount.milli(),
         _ => amount.units(),
@@ -234,9 +234,12 @@ pub fn check_capacity(pod: &Pod, resources: NodeResources<'_>) -> Result<(), Ref
     for (name, amount) in requests(pod) {
         let capacity = resources.allocatable_of(&name).filter(|has| amount > *has);
         if let Some(capacity) = capacity.filter(|_| resize::is_resizable(&name)) {
-            let (asks, has) = (shown(&name, amount), shown(&name, capacity));
+            let (requested, has) = (
+                amount_in_message(&name, amount),
+                amount_in_message(&name, capacity),
+            );
             let message = format!(
-                "Node didn't have enough capacity: {name}, requested: {asks}, capacity: {has}"
+                "Node didn't have enough capacity: {name}, requested: {requested}, capacity: {has}"
             );
             return Err(infeasible(Infeasible::Capacity, message));
         }
@@ -265,11 +268,11 @@ pub fn check_resources(
         if amount.is_zero() || taken + *amount <= capacity {
             continue;
         }
-        let number = |q: Quantity| shown(name, q);
+        let number = |q: Quantity| amount_in_message(name, q);
         let (requested, used, capacity_shown) = (number(*amount), number(taken), number(capacity));
         let first = refusal.get_or_insert_with(|| {
             let message = format!("Node didn't have enough resource: {name}, requested: {requested}, used: {used}, capacity: {capacity_shown}");
-            refuse(&format!("OutOf{name}"), message)
+            reject(&format!("OutOf{name}"), message)
         });
         first
             .missing
@@ -280,13 +283,13 @@ pub fn check_resources(
 
 fn check_placement(pod: &Pod, used: &Used, node_state: &NodeState<'_>) -> Result<(), Refusal> {
     if !node_affinity::pod_matches(pod, node_state.node) {
-        return Err(refuse(
+        return Err(reject(
             NODE_AFFINITY,
             "Predicate NodeAffinity failed: node(s) didn't match Pod's node affinity/selector",
         ));
     }
     if used.ports_clash(pod::uid(pod), pod) {
-        return Err(refuse(
+        return Err(reject(
             "NodePorts",
             "Predicate NodePorts failed: node(s) didn't have free ports for the requested pod ports",
         ));
@@ -300,7 +303,7 @@ fn check_placement(pod: &Pod, used: &Used, node_state: &NodeState<'_>) -> Result
             .filter(|t| t.effect == "NoExecute")
             .any(|t| !tolerates(tolerations, t))
     {
-        return Err(refuse(
+        return Err(reject(
             "TaintToleration",
             "Predicate TaintToleration failed: node(s) had taints that the pod didn't tolerate",
         ));

@@ -182,7 +182,7 @@ pub fn diagnose(facts: &Facts) -> Vec<Finding> {
     findings.extend(resolved.map(|(path, resolver)| evaluate::resolve(path, resolver)));
     findings.extend(facts.ports.iter().map(evaluate::port));
     let certificates = facts.certificates.iter();
-    findings.extend(certificates.map(|held| evaluate::certificate(held, facts.now)));
+    findings.extend(certificates.map(|certificate| evaluate::certificate(certificate, facts.now)));
     findings.extend(facts.api.iter().flat_map(evaluate::api));
     findings
 }

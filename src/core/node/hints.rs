@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::{Container, Pod};
 
-use super::admit::{Refusal, refuse};
+use super::admit::{Refusal, reject};
 use super::topology::{MemoryNode, Topology, combinations};
 use crate::core::pod::{self, Role};
 
@@ -210,7 +210,7 @@ pub struct Alignment {
 
 /// Rejects a pod whose resources cannot be aligned.
 fn not_aligned() -> Refusal {
-    refuse(
+    reject(
         "TopologyAffinityError",
         "Resources cannot be allocated with Topology locality",
     )

@@ -143,7 +143,7 @@ impl Managers {
         let uid = pod::uid(pod);
         let cpus = self.cpus.as_ref().map(|c| c.snapshot(uid));
         let memory = self.memory.as_ref().map(|m| m.snapshot(uid));
-        let held = devices.snapshot(uid);
+        let devices_before = devices.snapshot(uid);
         let mut counts = vec![Count::Alignment];
         let result = self.allocate(pod, devices, &mut counts);
         let result = match result {
@@ -155,7 +155,7 @@ impl Managers {
                 if let (Some(own), Some(before)) = (&mut self.memory, memory) {
                     own.restore(uid, before);
                 }
-                devices.restore(uid, held);
+                devices.restore(uid, devices_before);
                 Err(refusal)
             }
         };

@@ -33,14 +33,15 @@ fn class(pod: &Pod) -> u8 {
 /// The amounts still missing after these pods have terminated.
 #[must_use]
 pub fn missing_after(missing: &Amounts, ending: &[&Pod]) -> Amounts {
-    let left = ending.iter().fold(missing.clone(), |mut left, pod| {
+    let remaining = ending.iter().fold(missing.clone(), |mut remaining, pod| {
         let freed = resources_of(pod);
-        for (name, need) in &mut left {
+        for (name, need) in &mut remaining {
             *need = *need - of(&freed, name);
         }
-        left
+        remaining
     });
-    left.into_iter()
+    remaining
+        .into_iter()
         .filter(|(_, need)| *need > Quantity::ZERO)
         .collect()
 }
@@ -50,7 +51,7 @@ pub fn missing_after(missing: &Amounts, ending: &[&Pod]) -> Amounts {
 #[must_use]
 pub fn choose_victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<String>> {
     let wanted = missing;
-    let mut left: Vec<(&Pod, Amounts)> = others
+    let mut candidates: Vec<(&Pod, Amounts)> = others
         .iter()
         .filter(|p| is_preemptable(p, for_pod))
         .map(|p| (*p, resources_of(p)))
@@ -75,14 +76,14 @@ pub fn choose_victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Opti
                     .map(|name| of(amounts, name).milli())
                     .fold(0, i64::saturating_add)
             };
-            let best = left
+            let best = candidates
                 .iter()
                 .enumerate()
                 .filter(|(_, (p, amounts))| class(p) <= limit && share(amounts) > 0)
                 .max_by_key(|(_, (_, amounts))| (share(amounts), std::cmp::Reverse(size(amounts))))
                 .map(|(at, _)| at);
             let Some(at) = best else { break };
-            let (pod, _) = left.remove(at);
+            let (pod, _) = candidates.remove(at);
             missing = missing_after(&missing, &[pod]);
             chosen.push(pod);
         }

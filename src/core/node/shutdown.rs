@@ -176,18 +176,22 @@ fn simple(all: Duration, critical: Duration) -> Vec<Period> {
 }
 
 impl Phase {
-    /// Termination of a pod in this phase with `left` remaining: the grace period is the pod's own, or the remaining
-    /// time if that is shorter.
+    /// Termination of a pod in this phase: the grace period is the pod's own, or the `remaining` time if that is
+    /// shorter.
     #[must_use]
-    pub fn verdict(&self, pod: &Pod, left: Duration) -> Verdict {
+    pub fn verdict(&self, pod: &Pod, remaining: Duration) -> Verdict {
         // Rounds, so that the agent's own delay does not shorten the grace period.
-        let left = i64::try_from(left.saturating_add(Duration::from_millis(500)).as_secs());
+        let remaining = i64::try_from(
+            remaining
+                .saturating_add(Duration::from_millis(500))
+                .as_secs(),
+        );
         Verdict {
             cause: Cause::NodeShutdown,
             reason: TERMINATED.into(),
             message: TERMINATED_MESSAGE.into(),
             disruption: Some(TERMINATED_MESSAGE.into()),
-            grace: Some(pod::grace_seconds(pod).min(left.unwrap_or(i64::MAX))),
+            grace: Some(pod::grace_seconds(pod).min(remaining.unwrap_or(i64::MAX))),
         }
     }
 }
@@ -353,7 +357,7 @@ mod tests {
             period: Duration::from_secs(10),
             pods: vec![],
         };
-        for (own, left, expected) in [
+        for (own, remaining, expected) in [
             (30, 10_000, 10),
             (10, 10_000, 10),
             (3, 10_000, 3),
@@ -362,8 +366,12 @@ mod tests {
             (30, 9_100, 9),
             (30, 0, 0),
         ] {
-            let verdict = phase.verdict(&pod("p", None, own), Duration::from_millis(left));
-            assert_eq!(verdict.grace, Some(expected), "{own} s, {left} ms left");
+            let verdict = phase.verdict(&pod("p", None, own), Duration::from_millis(remaining));
+            assert_eq!(
+                verdict.grace,
+                Some(expected),
+                "{own} s, {remaining} ms left"
+            );
             assert_eq!(
                 (verdict.reason.as_str(), verdict.cause),
                 ("Terminated", Cause::NodeShutdown)

@@ -202,17 +202,17 @@ pub fn decide(
     if signer != CLIENT && signer != SERVING {
         return Verdict::Ignore;
     }
-    let refuse = |why: &str| Verdict::Refuse(why.to_owned());
+    let reject = |why: &str| Verdict::Refuse(why.to_owned());
     let csr = match csr {
         Ok(csr) => csr,
-        Err(why) => return refuse(why),
+        Err(why) => return reject(why),
     };
     let name = csr.name.as_str();
     if csr.organization != "system:nodes" {
-        return refuse("the only organization must be system:nodes");
+        return reject("the only organization must be system:nodes");
     }
     if name.strip_prefix("system:node:").is_none_or(str::is_empty) {
-        return refuse("the common name must be system:node:<name>");
+        return reject("the common name must be system:node:<name>");
     }
     let main = if signer == CLIENT {
         "client auth"
@@ -232,16 +232,16 @@ pub fn decide(
     let has_names = !csr.dns.is_empty() || !csr.addresses.is_empty();
     if signer == SERVING {
         return match has_names {
-            false => refuse("at least one DNS name or IP address is needed"),
+            false => reject("at least one DNS name or IP address is needed"),
             // Only the node itself may request its serving certificate.
             true if requester.name != name => {
-                refuse("only the node itself may request its serving certificate")
+                reject("only the node itself may request its serving certificate")
             }
             true => Verdict::Wait,
         };
     }
     if has_names {
-        return refuse("a client certificate must not have alternative names");
+        return reject("a client certificate must not have alternative names");
     }
     let bootstraps = requester
         .groups
@@ -350,11 +350,11 @@ pub fn is_version_1(pem: &[u8]) -> bool {
 /// Whether the first certificate in a PEM text is valid for all of these names and addresses.
 #[must_use]
 pub fn is_for(pem: &[u8], names: &[String]) -> bool {
-    let held = read(pem, |certificate| {
+    let names_covered = read(pem, |certificate| {
         let extension = certificate.subject_alternative_name().ok()??;
         alternative_names(&extension.value.general_names).ok()
     });
-    let (dns, addresses) = held.unwrap_or_default();
+    let (dns, addresses) = names_covered.unwrap_or_default();
     names.iter().all(|name| match name.parse() {
         Ok(address) => addresses.contains(&address),
         Err(_) => dns.contains(name),
@@ -555,8 +555,8 @@ mod tests {
     #[test]
     fn a_certificate_covers_only_its_own_names() {
         let names = |names: &[&str]| names.iter().map(ToString::to_string).collect::<Vec<_>>();
-        let of = |held: &[&str], requested: &[&str]| {
-            let made = rcgen::generate_simple_self_signed(names(held)).expect("a certificate");
+        let of = |own: &[&str], requested: &[&str]| {
+            let made = rcgen::generate_simple_self_signed(names(own)).expect("a certificate");
             is_for(made.cert.pem().as_bytes(), &names(requested))
         };
         assert!(of(

@@ -100,15 +100,19 @@ impl Usage {
                 *sum = sum.saturating_add(more);
             }
             // A part without a limit adds nothing to the remaining amount.
-            let left = part
+            let remaining = part
                 .limit
                 .map(|limit| limit.saturating_sub(part.working_set));
-            all.limit = sum(all.limit, left);
-            let left = part.swap_limit.map(|limit| limit.saturating_sub(part.swap));
-            all.swap_limit = sum(all.swap_limit, left);
+            all.limit = sum(all.limit, remaining);
+            let remaining = part.swap_limit.map(|limit| limit.saturating_sub(part.swap));
+            all.swap_limit = sum(all.swap_limit, remaining);
         }
-        all.limit = all.limit.map(|left| left.saturating_add(all.working_set));
-        all.swap_limit = all.swap_limit.map(|left| left.saturating_add(all.swap));
+        all.limit = all
+            .limit
+            .map(|remaining| remaining.saturating_add(all.working_set));
+        all.swap_limit = all
+            .swap_limit
+            .map(|remaining| remaining.saturating_add(all.swap));
         all
     }
 }

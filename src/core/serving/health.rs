@@ -88,8 +88,12 @@ mod tests {
             (of(301, 151), "", "", 200, "ok"),
             (of(303, 151), "", "", 500, failed),
         ] {
-            let told = health.answer(check, query);
-            assert_eq!(told, (code, text.to_owned()), "{health:?} {check} {query}");
+            let response = health.answer(check, query);
+            assert_eq!(
+                response,
+                (code, text.to_owned()),
+                "{health:?} {check} {query}"
+            );
         }
     }
 }

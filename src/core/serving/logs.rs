@@ -261,9 +261,9 @@ impl Decoder {
 
     /// Truncates the output to the remaining bytes.
     fn bounded(&mut self, mut out: Vec<u8>) -> Vec<u8> {
-        if let Some(left) = &mut self.remaining_bytes {
-            out.truncate(usize::try_from(*left).unwrap_or(usize::MAX));
-            *left = left.saturating_sub(out.len() as u64);
+        if let Some(remaining) = &mut self.remaining_bytes {
+            out.truncate(usize::try_from(*remaining).unwrap_or(usize::MAX));
+            *remaining = remaining.saturating_sub(out.len() as u64);
         }
         out
     }

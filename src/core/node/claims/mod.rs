@@ -533,11 +533,11 @@ impl Claims {
                 names.push(name);
             }
         }
-        let held = names.into_iter().filter_map(|name| {
+        let claims = names.into_iter().filter_map(|name| {
             let claim = self.get(pod, &name).ok()?;
             let claim_id = self.claim_id(&(meta::namespace(pod).to_owned(), name))?;
             Some((claim_id, &claim.drivers))
         });
-        held.collect()
+        claims.collect()
     }
 }

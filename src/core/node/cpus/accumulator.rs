@@ -214,8 +214,8 @@ fn distributed(
         };
         let mut taking = Accumulator::new(topology, free.clone(), number);
         for (node, count) in split.takes {
-            let here = taking.free.members(Level::Node, node);
-            let cpus = packed(topology, taking.free.intersection(&here), count, plain);
+            let node_cpus = taking.free.members(Level::Node, node);
+            let cpus = packed(topology, taking.free.intersection(&node_cpus), count, plain);
             taking.take(&cpus);
         }
         return taking.taken;
@@ -259,26 +259,27 @@ impl Split {
         if in_groups < number || combination.iter().any(|n| count(*n) < each) {
             return None;
         }
-        let mut left: BTreeMap<u32, usize> = nodes.iter().map(|n| (*n, count(*n))).collect();
+        let mut remaining: BTreeMap<u32, usize> = nodes.iter().map(|n| (*n, count(*n))).collect();
         for node in &combination {
-            left.entry(*node)
-                .and_modify(|left| *left = left.saturating_sub(each));
+            remaining
+                .entry(*node)
+                .and_modify(|remaining| *remaining = remaining.saturating_sub(each));
         }
         let takes: Vec<(u32, usize)> = combination.iter().map(|n| (*n, each)).collect();
         let rest = number.saturating_sub(each.saturating_mul(combination.len()));
         if rest == 0 {
-            let imbalance = imbalance(&left);
+            let imbalance = imbalance(&remaining);
             return Some(Split { takes, imbalance });
         }
         let able: Vec<u32> = combination
             .into_iter()
-            .filter(|n| left[n] >= group)
+            .filter(|n| remaining[n] >= group)
             .collect();
         let mut best: Option<Split> = None;
         // Tries more nodes first; a split over fewer nodes wins only if it leaves the nodes more equal.
         for size in (1..=able.len()).rev() {
             for subset in combinations(&able, size) {
-                let split = distribute_rest(&left, &takes, &subset, rest, group);
+                let split = distribute_rest(&remaining, &takes, &subset, rest, group);
                 if let Some(split) = split
                     && best.as_ref().is_none_or(|b| split.imbalance < b.imbalance)
                 {
@@ -292,19 +293,20 @@ impl Split {
 
 /// Takes the rest group by group from the nodes of `subset` in turn.
 fn distribute_rest(
-    left: &BTreeMap<u32, usize>,
+    remaining: &BTreeMap<u32, usize>,
     takes: &[(u32, usize)],
     subset: &[u32],
     mut rest: usize,
     group: usize,
 ) -> Option<Split> {
-    let (mut left, mut takes) = (left.clone(), takes.to_vec());
+    let (mut remaining, mut takes) = (remaining.clone(), takes.to_vec());
     while rest > 0 {
         let before = rest;
         for node in subset {
-            if rest > 0 && left[node] >= group {
-                left.entry(*node)
-                    .and_modify(|left| *left = left.saturating_sub(group));
+            if rest > 0 && remaining[node] >= group {
+                remaining
+                    .entry(*node)
+                    .and_modify(|remaining| *remaining = remaining.saturating_sub(group));
                 takes.push((*node, group));
                 rest = rest.saturating_sub(group);
             }
@@ -313,14 +315,18 @@ fn distribute_rest(
             return None;
         }
     }
-    let imbalance = imbalance(&left);
+    let imbalance = imbalance(&remaining);
     Some(Split { takes, imbalance })
 }
 
-fn imbalance(left: &BTreeMap<u32, usize>) -> u64 {
-    let values = || left.values().map(|n| u64::try_from(*n).unwrap_or(u64::MAX));
+fn imbalance(remaining: &BTreeMap<u32, usize>) -> u64 {
+    let values = || {
+        remaining
+            .values()
+            .map(|n| u64::try_from(*n).unwrap_or(u64::MAX))
+    };
     let (sum, squares): (u64, u64) = (values().sum(), values().map(|v| v.saturating_mul(v)).sum());
-    let number = u64::try_from(left.len()).unwrap_or(0);
+    let number = u64::try_from(remaining.len()).unwrap_or(0);
     number
         .saturating_mul(squares)
         .saturating_sub(sum.saturating_mul(sum))

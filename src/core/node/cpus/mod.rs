@@ -15,7 +15,7 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 pub use accumulator::TakeOptions;
 use accumulator::take;
 
-use super::admit::{Refusal, refuse, unexpected};
+use super::admit::{Refusal, reject, unexpected_error};
 use super::hints::{Count, Hint, Hints, NodeMask, Policy, Provider, Subject, max_concurrent};
 use super::topology::{Level, Topology};
 use crate::core::cpuset::{CpuSet, list};
@@ -307,7 +307,7 @@ impl Cpus {
             return Ok(());
         }
         let refusal =
-            |why: String| refuse("SMTAlignmentError", format!("SMT Alignment Error: {why}"));
+            |why: String| reject("SMTAlignmentError", format!("SMT Alignment Error: {why}"));
         if !number.is_multiple_of(per_core) {
             return Err(refusal(format!(
                 "requested {number} cpus not multiple cpus per core = {per_core}"
@@ -352,7 +352,7 @@ impl Cpus {
 
     fn choose(&self, number: usize, affinity: Hint, reusable: &CpuSet) -> Result<CpuSet, Refusal> {
         let free = &self.free() | reusable;
-        let take = |free: &CpuSet, number| self.take(free, number).map_err(unexpected);
+        let take = |free: &CpuSet, number| self.take(free, number).map_err(unexpected_error);
         let mut chosen = CpuSet::new();
         if let Some(nodes) = affinity.nodes {
             let near = self.cpus_near(nodes, &free);

@@ -89,7 +89,7 @@ impl Devices {
             let own: BTreeSet<String> = own.flat_map(|a| a.devices.keys().cloned()).collect();
             let available = match own.len() {
                 0 => self.free(&resource),
-                held if held == requested => own,
+                count if count == requested => own,
                 _ => BTreeSet::new(),
             };
             let sets = (&available, &BTreeSet::new());

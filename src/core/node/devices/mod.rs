@@ -128,7 +128,7 @@ pub enum DeviceError {
     NoneHealthy(String),
     /// The container's allocation differs in size from its spec.
     #[error(
-        "container {container:?} changed request for resource {resource:?} from {held} to {requested}"
+        "container {container:?} changed request for resource {resource:?} from {allocated} to {requested}"
     )]
     Changed {
         /// The container.
@@ -136,7 +136,7 @@ pub enum DeviceError {
         /// The resource.
         resource: String,
         /// Number of allocated devices.
-        held: usize,
+        allocated: usize,
         /// Number in the spec.
         requested: usize,
     },
@@ -424,13 +424,13 @@ impl Devices {
                 container: container.name.clone(),
                 resource: resource.clone(),
             };
-            let held = self.allocation(uid, &slot).map(|own| own.devices.len());
-            match held {
-                Some(held) if held != requested => {
+            let allocated = self.allocation(uid, &slot).map(|own| own.devices.len());
+            match allocated {
+                Some(allocated) if allocated != requested => {
                     return Err(DeviceError::Changed {
                         container: slot.container,
                         resource: slot.resource,
-                        held,
+                        allocated,
                         requested,
                     });
                 }

@@ -121,7 +121,10 @@ fn rejections_have_the_kubelets_messages() {
     let error = devices.reserve(&plain("second", 1), &none);
     assert_eq!(error, Err(DeviceError::NoneHealthy(THING.into())));
     let changed = devices.reserve(&plain("first", 2), &none);
-    assert!(matches!(changed, Err(DeviceError::Changed { held: 1, .. })));
+    assert!(matches!(
+        changed,
+        Err(DeviceError::Changed { allocated: 1, .. })
+    ));
     // The allocation stays while the plugin is disconnected.
     assert_eq!(
         devices.reserve(&plain("first", 1), &none),
@@ -162,8 +165,8 @@ fn init_containers_pass_on_their_devices_and_sidecars_keep_theirs() {
     sidecar["restartPolicy"] = "Always".into();
     let spec = json!({"initContainers": [container("first", 2), container("second", 1), sidecar],
         "containers": [container("main", 1), container("other", 1)]});
-    let asked = devices.reserve(&pod("p", &spec), &Affinities::new());
-    assert_eq!(asked.expect("enough devices").len(), 5);
+    let reserved = devices.reserve(&pod("p", &spec), &Affinities::new());
+    assert_eq!(reserved.expect("enough devices").len(), 5);
     let ids = |devices: &Devices, name: &str| devices.ids("p", &slot(name)).join(",");
     let all = |devices: &Devices| {
         ["first", "second", "sidecar", "main", "other"].map(|name| ids(devices, name))
@@ -341,8 +344,8 @@ fn responses_of_several_plugins_are_merged_and_the_first_wins() {
     devices.set_devices("example.com/other", 2, described(&["x"]));
     let limits = json!({THING: "1", "example.com/other": "1"});
     let spec = json!({"containers": [{"name": "c", "resources": {"limits": limits}}]});
-    let asked = devices.reserve(&pod("p", &spec), &Affinities::new());
-    for (slot, text) in asked.expect("free").iter().zip(["first", "second"]) {
+    let reserved = devices.reserve(&pod("p", &spec), &Affinities::new());
+    for (slot, text) in reserved.expect("free").iter().zip(["first", "second"]) {
         let answer = pb::ContainerAllocateResponse {
             envs: [
                 ("SAME".to_owned(), text.to_owned()),

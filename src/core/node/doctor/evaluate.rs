@@ -331,12 +331,12 @@ pub(super) fn port(port: &Port) -> Finding {
     }
 }
 
-pub(super) fn certificate(held: &Certificate, now: Timestamp) -> Finding {
+pub(super) fn certificate(certificate: &Certificate, now: Timestamp) -> Finding {
     let Certificate {
         purpose,
         path,
         lifetime: (begins, ends),
-    } = held;
+    } = certificate;
     let found = |what: String| format!("the {purpose} certificate {} {what}", path.display());
     if now < *begins {
         return fault(
@@ -356,9 +356,9 @@ pub(super) fn certificate(held: &Certificate, now: Timestamp) -> Finding {
             "kubeadm certs renew, or join the node again; with rotateCertificates a running agent renews it automatically",
         );
     }
-    let left = ends.duration_since(now);
-    let days = left.as_hours() / 24;
-    if left < EXPIRES_SOON {
+    let remaining = ends.duration_since(now);
+    let days = remaining.as_hours() / 24;
+    if remaining < EXPIRES_SOON {
         return fault(
             Severity::Warning,
             "certificate",

@@ -64,9 +64,9 @@ impl TerminatingPods {
     #[must_use]
     pub fn wait(&self, pressure: Pressure, now: Duration) -> Option<Duration> {
         let of = self.0.iter().filter(|((of, _), _)| *of == pressure);
-        let left =
+        let remaining =
             of.filter_map(|(_, evicted)| evicted.by.saturating_add(CLEANUP).checked_sub(now));
-        left.filter(|left| !left.is_zero()).max()
+        remaining.filter(|remaining| !remaining.is_zero()).max()
     }
 
     /// Whether a pod has exceeded its grace period and the cleanup time, so that other pods are evicted instead.

@@ -121,12 +121,12 @@ pub fn explain(resource: Resource, ranked: &[Candidate]) -> String {
 pub fn message(threshold: &Threshold, amount: Amount, victim: &Candidate) -> String {
     let resource = threshold.signal.resource();
     let name = resource.name();
-    let (level, left) = (
+    let (level, available) = (
         threshold.value.of(amount.capacity),
         resource.quantity(amount.available),
     );
     let mut text = format!(
-        "The node was low on resource: {name}. Threshold quantity: {level}, available: {left}. "
+        "The node was low on resource: {name}. Threshold quantity: {level}, available: {available}. "
     );
     let larger = |what: &str, used: Quantity, requested: Quantity| {
         format!(
@@ -309,12 +309,12 @@ mod tests {
             available: 50 * MIB,
         };
         let hog = candidate("hog", 0, "100Mi", 1024);
-        let said = |signal| message(&threshold(signal, 0), amount, &hog);
+        let message_of = |signal| message(&threshold(signal, 0), amount, &hog);
         assert_eq!(
-            said(Signal::MemoryAvailable),
+            message_of(Signal::MemoryAvailable),
             "The node was low on resource: memory. Threshold quantity: 100Mi, available: 50Mi. Container c was using 1Gi, request is 100Mi, has larger consumption of memory. "
         );
-        assert!(said(Signal::ImageFsAvailable).ends_with(
+        assert!(message_of(Signal::ImageFsAvailable).ends_with(
             "Container c was using 1Gi, request is 100Mi, has larger consumption of ephemeral-storage. "
         ));
         let few = Amount {
@@ -332,10 +332,10 @@ mod tests {
             spec.resources = serde_json::from_value(resources).expect("resources");
         }
         whole.pod = Arc::new(pod);
-        let said = message(&threshold(Signal::MemoryAvailable, 0), amount, &whole);
+        let text = message(&threshold(Signal::MemoryAvailable, 0), amount, &whole);
         assert!(
-            said.contains("Pod hog was using 1Gi, request is 2Gi, has larger"),
-            "{said}"
+            text.contains("Pod hog was using 1Gi, request is 2Gi, has larger"),
+            "{text}"
         );
     }
 

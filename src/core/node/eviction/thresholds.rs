@@ -95,7 +95,7 @@ impl Threshold {
     /// Whether the threshold is met.
     #[must_use]
     pub fn is_met(&self, amount: Amount) -> bool {
-        self.value.of(amount.capacity) > self.left(amount)
+        self.value.of(amount.capacity) > self.available(amount)
     }
 
     /// Amount in whole units to be freed until the threshold, including the minimum reclaim, is cleared.
@@ -103,10 +103,10 @@ impl Threshold {
     pub fn missing(&self, amount: Amount) -> u64 {
         let reclaim = self.min_reclaim.map(|v| v.of(amount.capacity));
         let goal = self.value.of(amount.capacity) + reclaim.unwrap_or(Quantity::ZERO);
-        u64::try_from((goal - self.left(amount)).units()).unwrap_or(0)
+        u64::try_from((goal - self.available(amount)).units()).unwrap_or(0)
     }
 
-    fn left(&self, amount: Amount) -> Quantity {
+    fn available(&self, amount: Amount) -> Quantity {
         self.signal.resource().quantity(amount.available)
     }
 }

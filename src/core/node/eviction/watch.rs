@@ -63,20 +63,23 @@ impl Watch {
                 self.observed.insert(threshold.signal.pressure(), now);
             }
         }
-        let held = |since: Duration| now.saturating_sub(since);
+        let elapsed = |since: Duration| now.saturating_sub(since);
         self.observed
-            .retain(|_, at| held(*at) < settings.transition);
+            .retain(|_, at| elapsed(*at) < settings.transition);
         self.active = thresholds()
-            .filter(|(index, t)| met.get(index).is_some_and(|since| held(*since) >= t.grace))
+            .filter(|(index, t)| {
+                met.get(index)
+                    .is_some_and(|since| elapsed(*since) >= t.grace)
+            })
             .map(|(index, _)| index)
             .collect();
         let graces = thresholds()
-            .filter_map(|(index, t)| t.grace.checked_sub(held(*met.get(&index)?)))
-            .filter(|left| !left.is_zero());
+            .filter_map(|(index, t)| t.grace.checked_sub(elapsed(*met.get(&index)?)))
+            .filter(|remaining| !remaining.is_zero());
         let transitions = self
             .observed
             .values()
-            .map(|at| settings.transition.saturating_sub(held(*at)));
+            .map(|at| settings.transition.saturating_sub(elapsed(*at)));
         let recheck_after = graces.chain(transitions).min();
         self.met = met;
         Assessment {

@@ -142,7 +142,7 @@ fn resources_of_terminating_pods_are_counted_before_preemption() {
         ),
     ];
     with_two_cpus(|node_state| {
-        for (pods, told, asks, expected) in CASES {
+        for (pods, evicted, requested, expected) in CASES {
             let mut ledger = Ledger::default();
             for (uid, cpu) in pods {
                 assert_eq!(
@@ -150,10 +150,10 @@ fn resources_of_terminating_pods_are_counted_before_preemption() {
                     Decision::Admitted
                 );
             }
-            for uid in told {
+            for uid in evicted {
                 assert!(ledger.evict(uid));
             }
-            let critical = pod("critical", 2_000_000_000, asks);
+            let critical = pod("critical", 2_000_000_000, requested);
             let names = |ledger: &mut Ledger| match ledger.admit(&critical, node_state, NOW) {
                 Decision::AwaitingPreemption(victims) => {
                     Some(victims.into_iter().map(|e| e.uid).collect::<Vec<_>>())
@@ -164,10 +164,10 @@ fn resources_of_terminating_pods_are_counted_before_preemption() {
             assert_eq!(
                 found.as_deref(),
                 Some(&*expected.iter().map(|u| (*u).to_owned()).collect::<Vec<_>>()),
-                "{told:?} {asks}"
+                "{evicted:?} {requested}"
             );
             // In whatever order the pods terminate, no further pod is preempted.
-            for uid in told.iter().chain(expected) {
+            for uid in evicted.iter().chain(expected) {
                 if let Some(more) = names(&mut ledger) {
                     assert_eq!(more, [""; 0], "{uid}");
                 }
@@ -258,8 +258,8 @@ fn pods_that_wait_for_resources_get_them_in_order() {
                 .is_err()
         );
         assert_eq!(waiting(&ledger), ["c", "d", "b", "a"]);
-        let asked = ledger.pending_resizes();
-        assert_eq!(requests(&asked[1])["cpu"].milli(), 1600);
+        let pending = ledger.pending_resizes();
+        assert_eq!(requests(&pending[1])["cpu"].milli(), 1600);
         assert!(ledger.release("c") && !ledger.release("c"));
         assert_eq!(waiting(&ledger), ["d", "b", "a"]);
         // A pod that gets its request, or requests no more than it has, leaves the queue.

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{Container, Pod};
 
-use super::admit::{Refusal, unexpected};
+use super::admit::{Refusal, unexpected_error};
 use super::hints::{Count, Hint, Hints, NodeMask, Provider, Subject, max_concurrent};
 use super::topology::Topology;
 use crate::core::cpuset::CpuSet;
@@ -219,7 +219,7 @@ impl Memory {
     /// which makes its own state inconsistent.)
     fn choose(&self, uid: &str, wanted: &Wanted, affinity: Hint) -> Result<NodeMask, Refusal> {
         let no_worse = |before: Hint, found: Hint, which: &str| match before.preferred {
-            true if !found.preferred => Err(unexpected(format!(
+            true if !found.preferred => Err(unexpected_error(format!(
                 "[memorymanager] failed to find the {which} preferred hint"
             ))),
             _ => Ok(found),
@@ -227,7 +227,7 @@ impl Memory {
         let mut hint = affinity;
         if hint.nodes.is_none() {
             let found = best(self.hints_for(uid, wanted)).ok_or_else(|| {
-                unexpected("[memorymanager] failed to get the default NUMA affinity, no NUMA nodes with enough memory is available")
+                unexpected_error("[memorymanager] failed to get the default NUMA affinity, no NUMA nodes with enough memory is available")
             })?;
             hint = no_worse(hint, found, "default")?;
         }
@@ -237,7 +237,7 @@ impl Memory {
             let mut hints = self.hints_for(uid, wanted);
             hints.retain(|candidate| candidate.nodes.is_some_and(|n| nodes.is_within(n)));
             let found = best(hints).ok_or_else(|| {
-                unexpected(
+                unexpected_error(
                     "[memorymanager] failed to find NUMA nodes to extend the current topology hint",
                 )
             })?;
@@ -245,7 +245,7 @@ impl Memory {
         }
         let nodes = hint.nodes.unwrap_or_default();
         if !self.state.can_group(nodes) {
-            return Err(unexpected(
+            return Err(unexpected_error(
                 "[memorymanager] preferred hint violates NUMA node allocation",
             ));
         }
@@ -259,10 +259,10 @@ impl Memory {
         }
         for block in blocks {
             let key = (block.mask(), block.resource.clone());
-            let left = self.reusable.1.entry(key).or_default();
-            *left = match role {
-                Role::Init => (*left).max(block.size),
-                _ => left.saturating_sub(block.size),
+            let remaining = self.reusable.1.entry(key).or_default();
+            *remaining = match role {
+                Role::Init => (*remaining).max(block.size),
+                _ => remaining.saturating_sub(block.size),
             };
         }
     }

@@ -107,13 +107,13 @@ impl Rules {
 /// ordinary memory.
 fn sizes(node: &MemoryNode) -> BTreeMap<String, (u64, u64)> {
     let mut sizes = BTreeMap::new();
-    let mut left = node.memory;
+    let mut remaining = node.memory;
     for (size, pages) in &node.huge_pages {
         let bytes = size.saturating_mul(*pages);
         sizes.insert(huge_page_resource(*size), (bytes, bytes));
-        left = left.saturating_sub(bytes);
+        remaining = remaining.saturating_sub(bytes);
     }
-    sizes.insert("memory".to_owned(), (node.memory, left));
+    sizes.insert("memory".to_owned(), (node.memory, remaining));
     sizes
 }
 

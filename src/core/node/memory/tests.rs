@@ -397,7 +397,7 @@ fn a_numa_node_of_a_group_allocates_only_with_the_group() {
 }
 
 /// A container in the data: kind, memory, huge pages, and the nodes of the topology manager.
-type Asked<'a> = (&'a str, u64, u64, Hint);
+type Requested<'a> = (&'a str, u64, u64, Hint);
 
 fn shown_hints(hints: &Hints) -> String {
     let Some(hints) = hints.get("memory") else {
@@ -438,8 +438,8 @@ fn memory_of(line: &str) -> Memory {
     Memory::new(&rules, &topology, &set_aside).expect("valid rules")
 }
 
-fn asked(text: &str) -> Vec<Asked<'_>> {
-    let one = |text| -> Asked<'_> {
+fn requested(text: &str) -> Vec<Requested<'_>> {
+    let one = |text| -> Requested<'_> {
         let (amounts, nodes): (&str, &str) = str::split_once(text, '@').expect("nodes");
         let (kind, amounts) = amounts.split_once('/').expect("a kind");
         let amounts = numbers(amounts);
@@ -449,11 +449,11 @@ fn asked(text: &str) -> Vec<Asked<'_>> {
 }
 
 /// Allocates a pod's memory; returns the result in the format of the data.
-fn answer(memory: &mut Memory, uid: &str, asked: &[Asked<'_>]) -> String {
-    let containers: Vec<(&str, u64, u64)> = asked.iter().map(|a| (a.0, a.1, a.2)).collect();
+fn answer(memory: &mut Memory, uid: &str, requested: &[Requested<'_>]) -> String {
+    let containers: Vec<(&str, u64, u64)> = requested.iter().map(|a| (a.0, a.1, a.2)).collect();
     let pod = pod(uid, &containers);
     let mut answer = format!("pod {}", shown_hints(&memory.hints(Subject::Pod(&pod))));
-    for ((role, container), (.., affinity)) in pod::containers(&pod).iter().zip(asked) {
+    for ((role, container), (.., affinity)) in pod::containers(&pod).iter().zip(requested) {
         let hints = memory.hints(Subject::Container(&pod, container));
         answer += &format!(" {}", shown_hints(&hints));
         if let Err(refusal) = memory.allocate(&pod, *role, container, *affinity, &mut vec![]) {
@@ -505,7 +505,7 @@ fn memory_is_allocated_as_by_the_kubelet() {
             }
             (uid, containers) => {
                 assert_eq!(
-                    answer(&mut memory, uid, &asked(containers)),
+                    answer(&mut memory, uid, &requested(containers)),
                     expected,
                     "{line}"
                 );
