@@ -308,12 +308,12 @@ impl Actor {
                 namespace,
                 claim,
                 reply,
-            } => answered(
-                reply.send(
-                    self.ledger
-                        .acquire_exclusive_claim(&uid, &namespace, &claim),
-                ),
-            ),
+            } => {
+                let acquired = self
+                    .ledger
+                    .acquire_exclusive_claim(&uid, &namespace, &claim);
+                answered(reply.send(acquired));
+            }
             Request::Evict { eviction, reply } => {
                 let told = self.ledger.evict(&eviction.uid);
                 if told {

@@ -485,7 +485,7 @@ mod tests {
             }],
             failures: Failures::new(),
         };
-        let report_text = text(&report, false);
+        let output = text(&report, false);
         for line in [
             "node: 90% of 100.0 GiB in use at /images; images are removed from 85% on, down to 80%\n",
             "10.0 GiB short: remove other files",
@@ -494,10 +494,7 @@ mod tests {
             "web: in use by pod n/a, pod n/b, pod n/c and 1 more",
             "dead containers: 0 of 1 would be removed\n  stays   n/alive c #1: the pod's status",
         ] {
-            assert!(
-                report_text.contains(line),
-                "{line:?} is not in\n{report_text}"
-            );
+            assert!(output.contains(line), "{line:?} is not in\n{output}");
         }
         let json = serde_json::to_string(&report).expect("JSON");
         assert!(json.contains(r#""fate":{"goes":"Space"}"#), "{json}");
@@ -507,16 +504,13 @@ mod tests {
             failures: Failures::from([("sha256:1".into(), "the runtime is busy".into())]),
             ..report
         };
-        let report_text = text(&report, true);
+        let output = text(&report, true);
         for line in [
             "images: 0 of 2 removed, 0.0 MiB\n",
             "  failed      3.0 MiB  old: unused",
             "(used: 1m0s ago); removal failed: the runtime is busy\n",
         ] {
-            assert!(
-                report_text.contains(line),
-                "{line:?} is not in\n{report_text}"
-            );
+            assert!(output.contains(line), "{line:?} is not in\n{output}");
         }
     }
 
