@@ -309,9 +309,8 @@ impl Actor {
                 claim,
                 reply,
             } => {
-                let acquired = self
-                    .ledger
-                    .acquire_exclusive_claim(&uid, &namespace, &claim);
+                let ledger = &mut self.ledger;
+                let acquired = ledger.acquire_exclusive_claim(&uid, &namespace, &claim);
                 answered(reply.send(acquired));
             }
             Request::Evict { eviction, reply } => {
