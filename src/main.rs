@@ -53,29 +53,29 @@ fn main() -> ExitCode {
     // Only the agent has flags for fields of its configuration.
     let command = std::env::args_os().nth(1).unwrap_or_default();
     let is_agent = as_kubelet || command == "agent" || command == "doctor";
-    let given = match if is_agent {
+    let parsed_flags = match if is_agent {
         fields::take(std::env::args_os())
     } else {
-        Ok(fields::Given {
+        Ok(fields::ParsedFlags {
             rest: std::env::args_os().collect(),
             ..Default::default()
         })
     } {
-        Ok(given) => given,
+        Ok(parsed_flags) => parsed_flags,
         Err(error) => {
             eprintln!("holdfast: {error}");
             return ExitCode::FAILURE;
         }
     };
     let command = if as_kubelet {
-        let kubelet = KubeletCli::parse_from(&given.rest);
+        let kubelet = KubeletCli::parse_from(&parsed_flags.rest);
         Command::Agent {
             running: None,
             version: kubelet.version,
             flags: Box::new(kubelet.agent),
         }
     } else {
-        parse_command(&given.rest)
+        parse_command(&parsed_flags.rest)
     };
     if let Command::Agent { version, .. } = &command
         && let Some(text) = version
@@ -124,7 +124,7 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    match runtime.block_on(run(command, given)) {
+    match runtime.block_on(run(command, parsed_flags)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("holdfast: {error:#}");
@@ -133,7 +133,7 @@ fn main() -> ExitCode {
     }
 }
 
-async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
+async fn run(command: Command, parsed_flags: fields::ParsedFlags) -> anyhow::Result<()> {
     match command {
         Command::Up(UpFlags {
             what: Some(UpCommand::Status { name }),
@@ -200,7 +200,7 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
                 }),
             ..
         } => record(&agent, &flags).await,
-        Command::Doctor(flags) => doctor(*flags, given).await,
+        Command::Doctor(flags) => doctor(*flags, parsed_flags).await,
         Command::Replay { file } => tokio::task::block_in_place(|| replay(&file)),
         Command::Agent {
             running: None,
@@ -208,7 +208,7 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
             ..
         } => {
             let stop = CancellationToken::new();
-            let work = run_agent(*flags, given, stop.clone());
+            let work = run_agent(*flags, parsed_flags, stop.clone());
             let result = until_drained(Box::pin(work), stop).await;
             // Blocks until a separate thread has sent the remaining traces.
             tokio::task::block_in_place(logging::finish);
@@ -232,12 +232,12 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
 /// Loads the agent's configuration from its files and flags.
 fn configuration(
     flags: &AgentFlags,
-    given: &fields::Given,
+    parsed_flags: &fields::ParsedFlags,
 ) -> Result<config::Config, config::ConfigError> {
     config::load_all(
         flags.config.as_deref(),
         flags.config_dir.as_deref(),
-        &given.fields,
+        &parsed_flags.fields,
         &flags.overrides(),
         &sys::machine::hostname(),
     )
@@ -250,7 +250,7 @@ const KUBEADM_FILES: [&str; 2] = [
 ];
 
 /// Reports problems that prevent the node or its pods from running.
-async fn doctor(flags: DoctorFlags, given: fields::Given) -> anyhow::Result<()> {
+async fn doctor(flags: DoctorFlags, parsed_flags: fields::ParsedFlags) -> anyhow::Result<()> {
     let DoctorFlags {
         name,
         output,
@@ -274,7 +274,7 @@ async fn doctor(flags: DoctorFlags, given: fields::Given) -> anyhow::Result<()> 
             [agent.config, agent.kubeconfig] = KUBEADM_FILES.map(existing);
         }
     }
-    let findings = match configuration(&agent, &given) {
+    let findings = match configuration(&agent, &parsed_flags) {
         Ok(config) => agent::doctor::run(&config, sys::clock::Clock::system()).await,
         Err(error) => vec![diagnosis::unusable(error.to_string())],
     };
@@ -290,7 +290,7 @@ async fn doctor(flags: DoctorFlags, given: fields::Given) -> anyhow::Result<()> 
 
 async fn run_agent(
     flags: AgentFlags,
-    given: fields::Given,
+    parsed_flags: fields::ParsedFlags,
     stop: CancellationToken,
 ) -> anyhow::Result<()> {
     if !nix::unistd::geteuid().is_root() {
@@ -298,7 +298,7 @@ async fn run_agent(
     }
     // Secrets are in this process's memory.
     sys::process::forbid_dumps()?;
-    let config = configuration(&flags, &given)?;
+    let config = configuration(&flags, &parsed_flags)?;
     let traces = config.logging.traces.clone();
     let traces = traces.map(|(endpoint, per_million)| logging::Traces {
         endpoint,
@@ -311,7 +311,7 @@ async fn run_agent(
         traces.as_ref(),
     )
     .map_err(anyhow::Error::msg)?;
-    for flag in &given.without_effect {
+    for flag in &parsed_flags.without_effect {
         tracing::warn!(flag, "this flag has no effect here");
     }
     if flags.check {

@@ -98,7 +98,7 @@ async fn within<T, A>(
     request.set_timeout(deadline);
     match tokio::time::timeout(deadline, call(request)).await {
         Ok(answer) => Ok(answer?.into_inner()),
-        Err(_) => Err(Failure::late()),
+        Err(_) => Err(Failure::timed_out()),
     }
 }
 

@@ -170,8 +170,8 @@ async fn join(dirs: &Dirs, kubeconfig: &Path) -> anyhow::Result<(kube::Client, S
     ))
 }
 
-fn startup_hint(component: &Component, ours: bool) -> String {
-    if ours {
+fn startup_hint(component: &Component, is_private: bool) -> String {
+    if is_private {
         format!(
             "{} did not start; its log is {}\n{}",
             component.name,
@@ -373,7 +373,7 @@ async fn wait_node(
             Ok(Some(node)) => {
                 let conditions = node.status.iter().flat_map(|s| s.conditions.iter());
                 match conditions.flatten().find(|c| c.type_ == "Ready") {
-                    Some(c) if !is_of(c, component) => {
+                    Some(c) if !is_reported_by(c, component) => {
                         "the agent has not reported its status yet".clone_into(&mut why);
                     }
                     Some(c) if c.status == "True" => return Ok(node.name_any()),
@@ -400,7 +400,7 @@ async fn wait_node(
 /// Whether the running process reported the condition: an agent reports it at its start, even if the status is
 /// unchanged. Heartbeats have whole seconds. If the start is in the future, the clock was set back since, and every
 /// report counts.
-fn is_of(condition: &NodeCondition, component: &Component) -> bool {
+fn is_reported_by(condition: &NodeCondition, component: &Component) -> bool {
     let (Some(heartbeat), Some(started)) = (&condition.last_heartbeat_time, component.started())
     else {
         return false;

@@ -58,7 +58,7 @@ struct Shell {
     /// Whether the pod has been observed running, or was running when this agent started.
     ran: bool,
     /// Whether the ledger has released the pod's requests.
-    uncounted: bool,
+    requests_released: bool,
     exits: Exits,
     turns: u64,
 }
@@ -117,7 +117,7 @@ pub async fn run(
             admission: Mutex::new(admission),
         }),
         seen,
-        uncounted: false,
+        requests_released: false,
         exits: Exits::default(),
         assets: Assets::default(),
         running: BTreeMap::new(),
@@ -269,7 +269,7 @@ impl Shell {
             self.cut_off |= matches!(key, Key::Start(_));
         }
         self.follow(&turn);
-        self.uncount();
+        self.release_requests();
         let announce = turn.publish.is_some() || object_before != object_of(self.worker.update());
         if announce {
             self.announce();
@@ -369,8 +369,9 @@ impl Shell {
 
     /// Releases the requests of a pod whose containers have stopped and whose terminal status is published: other pods
     /// may use them before the scheduler reassigns them.
-    fn uncount(&mut self) {
-        if self.worker.terminal_status_published() && !std::mem::replace(&mut self.uncounted, true)
+    fn release_requests(&mut self) {
+        if self.worker.terminal_status_published()
+            && !std::mem::replace(&mut self.requests_released, true)
         {
             let uid = pod::uid(self.worker.pod());
             self.context().ledger.release_requests(uid, true);

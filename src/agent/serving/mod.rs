@@ -109,7 +109,7 @@ impl KnownPods {
 struct Refusal(StatusCode, String);
 
 impl Refusal {
-    fn of((code, why): serving::Refused) -> Refusal {
+    fn of((code, why): serving::Rejection) -> Refusal {
         Refusal(
             StatusCode::from_u16(code).unwrap_or(StatusCode::BAD_REQUEST),
             why,

@@ -32,14 +32,16 @@ fn class(pod: &Pod) -> u8 {
 
 /// The amounts still missing after these pods have terminated.
 #[must_use]
-pub fn missing_after(missing: &Amounts, ending: &[&Pod]) -> Amounts {
-    let remaining = ending.iter().fold(missing.clone(), |mut remaining, pod| {
-        let freed = resources_of(pod);
-        for (name, need) in &mut remaining {
-            *need = *need - of(&freed, name);
-        }
-        remaining
-    });
+pub fn missing_after(missing: &Amounts, terminating: &[&Pod]) -> Amounts {
+    let remaining = terminating
+        .iter()
+        .fold(missing.clone(), |mut remaining, pod| {
+            let freed = resources_of(pod);
+            for (name, need) in &mut remaining {
+                *need = *need - of(&freed, name);
+            }
+            remaining
+        });
     remaining
         .into_iter()
         .filter(|(_, need)| *need > Quantity::ZERO)

@@ -158,7 +158,7 @@ pub fn route(method: &str, path: &str) -> Route {
 /// The error of an endpoint if debugging handlers are disabled, and on the read-only port; `None` if the endpoint is
 /// served anyway.
 #[must_use]
-pub fn disabled_response(endpoint: &Endpoint) -> Option<Refused> {
+pub fn disabled_response(endpoint: &Endpoint) -> Option<Rejection> {
     match endpoint {
         Endpoint::Health(_) | Endpoint::Pods | Endpoint::Stats | Endpoint::Metrics(_) => None,
         Endpoint::Run(_)
@@ -286,11 +286,11 @@ pub struct LogOptions {
 }
 
 /// Why a request is rejected: HTTP status code and message.
-pub type Refused = (u16, String);
+pub type Rejection = (u16, String);
 
 impl LogOptions {
     /// Parses the query parameters of `PodLogOptions`.
-    pub fn parse(text: &str, now: Timestamp) -> Result<LogOptions, Refused> {
+    pub fn parse(text: &str, now: Timestamp) -> Result<LogOptions, Rejection> {
         let mut options = LogOptions::default();
         let (mut seconds, mut time) = (None, None);
         let given = |key: &str, value: &str| {
@@ -367,13 +367,13 @@ pub struct Streams {
 
 impl Streams {
     /// Parses the query parameters `input`, `output`, `error` and `tty`, each `1`.
-    pub fn parse(text: &str) -> Result<Streams, Refused> {
+    pub fn parse(text: &str) -> Result<Streams, Rejection> {
         let tty = query::pairs(text).contains(&("tty".to_owned(), "1".to_owned()));
         Streams::with_tty(text, tty)
     }
 
     /// Parses the query parameters for a session with or without a terminal. With a terminal, stderr is part of stdout.
-    pub fn with_tty(text: &str, tty: bool) -> Result<Streams, Refused> {
+    pub fn with_tty(text: &str, tty: bool) -> Result<Streams, Rejection> {
         let pairs = query::pairs(text);
         let has = |name: &str| pairs.iter().any(|(key, value)| key == name && value == "1");
         let streams = Streams {

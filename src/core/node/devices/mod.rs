@@ -4,10 +4,10 @@
 //! Admission reserves all devices of a pod at once; plugins are called afterwards. So no decision waits for a call, and
 //! a plugin's preference can only exchange a reserved device for a free one.
 
-mod answers;
 pub mod checkpoint;
 mod health;
 mod hints;
+mod responses;
 #[cfg(test)]
 mod tests;
 
@@ -23,8 +23,8 @@ use crate::core::pod::resources::Amounts;
 use crate::core::pod::{self, Role};
 use crate::core::quantity::Quantity;
 use crate::core::time;
-pub use answers::DeviceConfig;
 pub use hints::NearNodes;
+pub use responses::DeviceConfig;
 
 /// How long a resource stays advertised after its plugin disconnected.
 pub const GRACE: SignedDuration = SignedDuration::from_mins(5);
@@ -70,7 +70,7 @@ struct Allocation {
     /// Device ids with their NUMA nodes.
     devices: BTreeMap<String, BTreeSet<i64>>,
     /// The plugin's Allocate response; `None` until the plugin has been called.
-    answer: Option<ContainerAllocateResponse>,
+    response: Option<ContainerAllocateResponse>,
     /// Devices that are shared with the pod's init containers.
     reused: BTreeSet<String>,
     /// Preferred NUMA nodes; `None` without preference.
@@ -402,7 +402,7 @@ impl Devices {
             .flat_map(|(_, c)| self.slots(uid, &c.name));
         let is_open = |slot: &Slot| {
             let own = self.allocation(uid, slot);
-            own.is_some_and(|own| own.answer.is_none())
+            own.is_some_and(|own| own.response.is_none())
         };
         slots.filter(is_open).collect()
     }
@@ -500,7 +500,7 @@ impl Devices {
         let devices = chosen.map(|id| (id.clone(), known.devices[id].numa.clone()));
         Ok(Allocation {
             devices: devices.collect(),
-            answer: None,
+            response: None,
             reused: reused.clone(),
             affinity: affinity.cloned(),
         })
@@ -583,7 +583,7 @@ impl Devices {
             let Some(own) = allocations.get_mut(resource) else {
                 continue;
             };
-            if own.answer.is_none() && own.devices.remove(old).is_some() {
+            if own.response.is_none() && own.devices.remove(old).is_some() {
                 own.devices.insert(new.to_owned(), numa.clone());
                 if own.reused.remove(old) {
                     own.reused.insert(new.to_owned());
@@ -605,21 +605,21 @@ impl Devices {
         &mut self,
         uid: &str,
         slot: &Slot,
-        answer: ContainerAllocateResponse,
+        response: ContainerAllocateResponse,
     ) -> bool {
         let own = self
             .pods
             .get_mut(uid)
             .and_then(|containers| containers.get_mut(&slot.container))
             .and_then(|allocations| allocations.get_mut(&slot.resource));
-        own.map(|own| own.answer = Some(answer)).is_some()
+        own.map(|own| own.response = Some(response)).is_some()
     }
 
     /// Releases a pod's reservations that have no response from the plugin.
     pub fn release_pending(&mut self, uid: &str) {
         if let Some(containers) = self.pods.get_mut(uid) {
             for allocations in containers.values_mut() {
-                allocations.retain(|_, own| own.answer.is_some());
+                allocations.retain(|_, own| own.response.is_some());
             }
             containers.retain(|_, allocations| !allocations.is_empty());
             if containers.is_empty() {

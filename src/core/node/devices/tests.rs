@@ -72,7 +72,7 @@ fn with(names: &[&str]) -> Devices {
     devices
 }
 
-fn answer(text: &str) -> ContainerAllocateResponse {
+fn response(text: &str) -> ContainerAllocateResponse {
     ContainerAllocateResponse {
         envs: [("WHICH".to_owned(), text.to_owned())].into(),
         ..ContainerAllocateResponse::default()
@@ -186,7 +186,7 @@ fn init_containers_pass_on_their_devices_and_sidecars_keep_theirs() {
         &["d".into(), "nonsense".into(), "c".into()],
     );
     assert_eq!(all(&devices), ["a,d", "a", "a", "d", "c"]);
-    assert!(devices.record_response("p", &slot("first"), answer("x")));
+    assert!(devices.record_response("p", &slot("first"), response("x")));
     // Reused devices stay, and devices of other containers cannot be taken.
     devices.apply_preference("p", &slot("main"), &["b".into()]);
     devices.apply_preference("p", &slot("other"), &["a".into(), "b".into()]);
@@ -308,7 +308,7 @@ fn a_restart_keeps_the_devices_of_containers() {
     devices
         .reserve(&plain("p", 2), &Affinities::new())
         .expect("free");
-    assert!(devices.record_response("p", &slot("c"), answer("two")));
+    assert!(devices.record_response("p", &slot("c"), response("two")));
     devices
         .reserve(&plain("unanswered", 1), &Affinities::new())
         .expect("free");
@@ -346,7 +346,7 @@ fn responses_of_several_plugins_are_merged_and_the_first_wins() {
     let spec = json!({"containers": [{"name": "c", "resources": {"limits": limits}}]});
     let reserved = devices.reserve(&pod("p", &spec), &Affinities::new());
     for (slot, text) in reserved.expect("free").iter().zip(["first", "second"]) {
-        let answer = pb::ContainerAllocateResponse {
+        let response = pb::ContainerAllocateResponse {
             envs: [
                 ("SAME".to_owned(), text.to_owned()),
                 (text.to_owned(), String::new()),
@@ -367,7 +367,7 @@ fn responses_of_several_plugins_are_merged_and_the_first_wins() {
                 name: "v/c=d".into(),
             }],
         };
-        assert!(devices.record_response("p", slot, answer));
+        assert!(devices.record_response("p", slot, response));
     }
     let given = devices.config_of("p", "c");
     let same: Vec<_> = given.env.iter().map(|(k, v)| format!("{k}={v}")).collect();
@@ -504,7 +504,7 @@ proptest! {
                     }
                 }
                 Change::Answer(p) => for name in NAMES {
-                    devices.record_response(&format!("p{p}"), &slot(name), answer("x"));
+                    devices.record_response(&format!("p{p}"), &slot(name), response("x"));
                 },
                 Change::Abandon(p) => devices.release_pending(&format!("p{p}")),
                 Change::Release(p) => {
@@ -537,7 +537,7 @@ fn device_health_follows_the_plugin() {
         BTreeMap::new(),
         "reserved devices are not allocated yet"
     );
-    assert!(devices.record_response("p", &slot("c"), answer("a")));
+    assert!(devices.record_response("p", &slot("c"), response("a")));
     let of = |devices: &Devices| {
         let health = devices.health("p");
         assert_eq!(devices.health_of_all().get("p"), Some(&health));

@@ -232,8 +232,8 @@ impl Memory {
             hint = no_worse(hint, found, "default")?;
         }
         let nodes = hint.nodes.unwrap_or_default();
-        let is_alone = nodes.count() > 1 || self.state.can_group(nodes);
-        if !is_alone || !self.state.has_free(nodes, wanted) {
+        let can_take = nodes.count() > 1 || self.state.can_group(nodes);
+        if !can_take || !self.state.has_free(nodes, wanted) {
             let mut hints = self.hints_for(uid, wanted);
             hints.retain(|candidate| candidate.nodes.is_some_and(|n| nodes.is_within(n)));
             let found = best(hints).ok_or_else(|| {
@@ -296,7 +296,7 @@ impl Memory {
     fn container_hints(&self, pod: &Pod, container: &Container) -> Hints {
         let (uid, wanted) = (pod::uid(pod), wanted(pod, container));
         match self.blocks(uid, &container.name) {
-            Some(blocks) => regenerated(blocks, &wanted),
+            Some(blocks) => hints_of_allocation(blocks, &wanted),
             None => self.hints_of(uid, &wanted),
         }
     }
@@ -317,7 +317,7 @@ impl Memory {
         let containers = pod::containers(pod);
         let mut blocks = containers.iter().map(|(_, c)| self.blocks(uid, &c.name));
         match blocks.find_map(|blocks| blocks) {
-            Some(blocks) => regenerated(blocks, &wanted),
+            Some(blocks) => hints_of_allocation(blocks, &wanted),
             None => self.hints_of(uid, &wanted),
         }
     }
@@ -395,7 +395,7 @@ fn best(hints: Vec<Hint>) -> Option<Hint> {
 }
 
 /// Hints for an existing allocation; none if the request has changed.
-fn regenerated(blocks: &[Block], wanted: &Wanted) -> Hints {
+fn hints_of_allocation(blocks: &[Block], wanted: &Wanted) -> Hints {
     let fits = |block: &Block| wanted.get(&block.resource) == Some(&block.size);
     if blocks.len() != wanted.len() || !blocks.iter().all(fits) {
         return Hints::new();

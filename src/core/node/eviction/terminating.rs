@@ -33,12 +33,12 @@ impl TerminatingPods {
 
     /// Removes pods that hold no resources any more; returns each with the time of its eviction.
     pub fn remove_finished(&mut self, holds: impl Fn(&str) -> bool) -> Vec<(String, Duration)> {
-        let has_ended = |((_, uid), _): &(&(Pressure, String), &EvictedPod)| !holds(uid);
-        let ended = self.0.iter().filter(has_ended);
-        let ended = ended.map(|((_, uid), evicted)| (uid.clone(), evicted.at));
-        let ended: Vec<(String, Duration)> = ended.collect();
+        let has_finished = |((_, uid), _): &(&(Pressure, String), &EvictedPod)| !holds(uid);
+        let finished = self.0.iter().filter(has_finished);
+        let finished = finished.map(|((_, uid), evicted)| (uid.clone(), evicted.at));
+        let finished: Vec<(String, Duration)> = finished.collect();
         self.0.retain(|(_, uid), _| holds(uid));
-        ended
+        finished
     }
 
     /// Whether no evicted pod is terminating.
@@ -90,8 +90,8 @@ mod tests {
     /// the eviction.
     #[test]
     fn the_wait_for_an_evicted_pod_covers_its_grace_period() {
-        let mut ending = TerminatingPods::default();
-        ending.record_eviction(Memory, "hog", at(10), 90);
+        let mut terminating = TerminatingPods::default();
+        terminating.record_eviction(Memory, "hog", at(10), 90);
         for (now, pressure, wait, overdue) in [
             (10, Memory, Some(120), false),
             (41, Memory, Some(89), false),
@@ -99,36 +99,40 @@ mod tests {
             (130, Memory, None, true),
             (41, Disk, None, false),
         ] {
-            assert_eq!(ending.wait(pressure, at(now)), wait.map(at), "at {now}");
-            let found = ending.is_overdue(pressure, "hog", at(now));
+            assert_eq!(
+                terminating.wait(pressure, at(now)),
+                wait.map(at),
+                "at {now}"
+            );
+            let found = terminating.is_overdue(pressure, "hog", at(now));
             assert_eq!(found, overdue, "at {now}");
         }
-        assert!(!ending.is_overdue(Memory, "other", at(500)));
-        assert_eq!(ending.remove_finished(|_| true), []);
+        assert!(!terminating.is_overdue(Memory, "other", at(500)));
+        assert_eq!(terminating.remove_finished(|_| true), []);
         assert_eq!(
-            ending.remove_finished(|uid| uid != "hog"),
+            terminating.remove_finished(|uid| uid != "hog"),
             [("hog".into(), at(10))]
         );
-        assert!(ending.is_empty() && ending.wait(Memory, at(11)).is_none());
+        assert!(terminating.is_empty() && terminating.wait(Memory, at(11)).is_none());
     }
 
     /// If the hard threshold is crossed while the pod terminates, the grace period is shortened once.
     #[test]
     fn a_terminating_pod_is_notified_when_its_grace_period_shortens() {
-        let mut ending = TerminatingPods::default();
-        ending.record_eviction(Memory, "hog", at(10), 90);
-        let later = |ending: &TerminatingPods, pressure, now, grace| {
-            assert!(!ending.would_end_sooner(pressure, "other", at(now), grace));
-            ending.would_end_sooner(pressure, "hog", at(now), grace)
+        let mut terminating = TerminatingPods::default();
+        terminating.record_eviction(Memory, "hog", at(10), 90);
+        let later = |terminating: &TerminatingPods, pressure, now, grace| {
+            assert!(!terminating.would_end_sooner(pressure, "other", at(now), grace));
+            terminating.would_end_sooner(pressure, "hog", at(now), grace)
         };
-        assert!(!later(&ending, Memory, 20, 90) && !later(&ending, Disk, 20, 1));
-        assert!(later(&ending, Memory, 20, 1));
-        ending.record_eviction(Memory, "hog", at(20), 1);
-        assert!(!later(&ending, Memory, 20, 1));
-        assert_eq!(ending.wait(Memory, at(20)), Some(at(31)));
+        assert!(!later(&terminating, Memory, 20, 90) && !later(&terminating, Disk, 20, 1));
+        assert!(later(&terminating, Memory, 20, 1));
+        terminating.record_eviction(Memory, "hog", at(20), 1);
+        assert!(!later(&terminating, Memory, 20, 1));
+        assert_eq!(terminating.wait(Memory, at(20)), Some(at(31)));
         // A longer grace period does not extend the previous one.
-        ending.record_eviction(Memory, "hog", at(21), 90);
-        assert!(!later(&ending, Memory, 40, 1));
-        assert!(ending.is_overdue(Memory, "hog", at(51)));
+        terminating.record_eviction(Memory, "hog", at(21), 90);
+        assert!(!later(&terminating, Memory, 40, 1));
+        assert!(terminating.is_overdue(Memory, "hog", at(51)));
     }
 }

@@ -29,15 +29,15 @@ pub struct DeviceConfig {
 }
 
 impl DeviceConfig {
-    fn add(&mut self, answer: &ContainerAllocateResponse) {
+    fn add(&mut self, response: &ContainerAllocateResponse) {
         // Protobuf maps are unordered; sorting keeps the result stable.
-        let envs: BTreeMap<_, _> = answer.envs.iter().collect();
+        let envs: BTreeMap<_, _> = response.envs.iter().collect();
         for (name, value) in envs {
             if !self.env.iter().any(|(known, _)| known == name) {
                 self.env.push((name.clone(), value.clone()));
             }
         }
-        for mount in &answer.mounts {
+        for mount in &response.mounts {
             let path = &mount.container_path;
             if !self.mounts.iter().any(|m| m.container_path == *path) {
                 self.mounts.push(cri::Mount {
@@ -48,7 +48,7 @@ impl DeviceConfig {
                 });
             }
         }
-        for device in &answer.devices {
+        for device in &response.devices {
             let path = &device.container_path;
             if !self.devices.iter().any(|d| d.container_path == *path) {
                 self.devices.push(cri::Device {
@@ -58,11 +58,11 @@ impl DeviceConfig {
                 });
             }
         }
-        for (name, value) in &answer.annotations {
+        for (name, value) in &response.annotations {
             let entry = self.annotations.entry(name.clone());
             entry.or_insert_with(|| value.clone());
         }
-        for device in &answer.cdi_devices {
+        for device in &response.cdi_devices {
             if !self.cdi.contains(&device.name) {
                 self.cdi.push(device.name.clone());
             }
@@ -77,7 +77,9 @@ impl Devices {
         let allocations = self.pods.get(uid).and_then(|pod| pod.get(container));
         let mut config = DeviceConfig::default();
         for own in allocations.into_iter().flat_map(BTreeMap::values) {
-            own.answer.iter().for_each(|answer| config.add(answer));
+            own.response
+                .iter()
+                .for_each(|response| config.add(response));
         }
         config
     }
@@ -88,12 +90,12 @@ impl Devices {
     pub fn from_checkpoint(data: Data, now: Timestamp) -> Devices {
         let mut devices = Devices::default();
         for entry in data.pod_device_entries.into_iter().flatten() {
-            let answer = entry.answer().unwrap_or_default();
-            let Ok(answer) = ContainerAllocateResponse::decode(answer.as_slice()) else {
+            let response = entry.response().unwrap_or_default();
+            let Ok(response) = ContainerAllocateResponse::decode(response.as_slice()) else {
                 continue;
             };
             let mut own = Allocation {
-                answer: Some(answer),
+                response: Some(response),
                 ..Allocation::default()
             };
             for (node, ids) in entry.device_ids.into_iter().flatten() {
@@ -125,13 +127,15 @@ impl Devices {
         for (uid, containers) in &self.pods {
             for (container, allocations) in containers {
                 for (resource, own) in allocations {
-                    let Some(answer) = &own.answer else { continue };
+                    let Some(response) = &own.response else {
+                        continue;
+                    };
                     entries.push(Entry {
                         pod_uid: uid.clone(),
                         container_name: container.clone(),
                         resource_name: resource.clone(),
                         device_ids: Some(by_node(own)),
-                        alloc_resp: Some(Entry::encoded(&answer.encode_to_vec())),
+                        alloc_resp: Some(Entry::encoded(&response.encode_to_vec())),
                     });
                 }
             }
