@@ -29,7 +29,7 @@ pub fn parse_list(text: &str) -> Option<CpuSet> {
 
 /// Formats a set as a list such as `0-3,8`.
 #[must_use]
-pub fn list(set: &CpuSet) -> String {
+pub fn format_list(set: &CpuSet) -> String {
     let mut ranges: Vec<(u32, u32)> = vec![];
     for &cpu in set {
         match ranges.last_mut() {
@@ -61,7 +61,7 @@ mod tests {
             ("1,", None),
             ("0-4000000000", None),
         ] {
-            let read = parse_list(text).map(|set| list(&set));
+            let read = parse_list(text).map(|set| format_list(&set));
             assert_eq!(read.as_deref(), canonical, "{text:?}");
         }
     }

@@ -52,7 +52,7 @@ impl Fault {
 
     /// Prefixes the message.
     #[must_use]
-    pub fn within(self, what: &str) -> Fault {
+    pub fn context(self, what: &str) -> Fault {
         let message = format!("{what}: {}", self.message);
         Fault { message, ..self }
     }

@@ -270,7 +270,7 @@ async fn ensure(
         Waiting::new(reason, Fault::invalid(error))
     })?;
     let present = context.runtime.image(&name).await.map_err(|error| {
-        let fault = Fault::from(error).within(&format!("Failed to inspect image {name:?}"));
+        let fault = Fault::from(error).context(&format!("Failed to inspect image {name:?}"));
         let reason = "ImageInspectError";
         let told = (Kind::Warning, "InspectFailed", fault.to_string());
         about.refuse(told, reason);

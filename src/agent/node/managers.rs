@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use crate::agent::Context;
 use crate::agent::pod::dispatch::Roster;
 use crate::config::Config;
-use crate::core::cpuset::list;
+use crate::core::cpuset::format_list;
 use crate::core::node::cpus::checkpoint as cpus;
 use crate::core::node::managers::{Checkpoints, Machine, Managers};
 use crate::core::node::memory::{checkpoint as memory, set_aside};
@@ -94,10 +94,10 @@ impl Bound {
     fn of(pinning: &Pinning, container: &RunningContainer) -> Bound {
         let (uid, name) = (&container.uid, &container.name);
         Bound {
-            cpus: pinning.cpus(uid, name).map(list).unwrap_or_default(),
+            cpus: pinning.cpus(uid, name).map(format_list).unwrap_or_default(),
             nodes: pinning
                 .memory_nodes(uid, name)
-                .map(list)
+                .map(format_list)
                 .unwrap_or_default(),
         }
     }

@@ -144,7 +144,7 @@ impl Job {
 
     /// Emits a warning, and returns the fault with `what` prepended.
     fn warned(&self, reason: &str, what: &str, fault: impl Into<Fault>) -> Fault {
-        let fault = fault.into().within(what);
+        let fault = fault.into().context(what);
         self.say(Kind::Warning, reason, &fault.message);
         fault
     }

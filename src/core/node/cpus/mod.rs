@@ -18,7 +18,7 @@ use accumulator::take;
 use super::admit::{Refusal, reject, unexpected_error};
 use super::hints::{Count, Hint, Hints, NodeMask, Policy, Provider, Subject, max_concurrent};
 use super::topology::{Level, Topology};
-use crate::core::cpuset::{CpuSet, list};
+use crate::core::cpuset::{CpuSet, format_list};
 use crate::core::pod::qos;
 use crate::core::pod::resources::{Side, of_container};
 use crate::core::pod::{self, Role};
@@ -126,8 +126,8 @@ impl Cpus {
             Some(reserved) if !reserved.is_subset(&all) => {
                 return Err(format!(
                     "reservedSystemCPUs: this machine does not have CPUs {}; it has {}",
-                    list(&(reserved - &all)),
-                    list(&all)
+                    format_list(&(reserved - &all)),
+                    format_list(&all)
                 ));
             }
             Some(reserved) => reserved.clone(),
@@ -175,14 +175,14 @@ impl Cpus {
         if strict && !self.reserved.is_disjoint(shared) {
             return Err(format!(
                 "the strictly reserved CPUs {} are shared in it",
-                list(&(&self.reserved & shared))
+                format_list(&(&self.reserved & shared))
             ));
         }
         if !strict && !self.reserved.is_subset(shared) {
             return Err(format!(
                 "not all of the reserved CPUs {} are shared in it ({})",
-                list(&self.reserved),
-                list(shared)
+                format_list(&self.reserved),
+                format_list(shared)
             ));
         }
         if let Some((uid, container, own)) =
@@ -190,7 +190,7 @@ impl Cpus {
         {
             return Err(format!(
                 "CPUs {} are shared in it, but exclusive to container {container} of pod {uid}",
-                list(&(own & shared))
+                format_list(&(own & shared))
             ));
         }
         let mut known = shared.clone();
@@ -198,8 +198,8 @@ impl Cpus {
         if known != self.usable() {
             return Err(format!(
                 "it was written on a machine with the CPUs {}; this machine has {}",
-                list(&known),
-                list(&self.usable())
+                format_list(&known),
+                format_list(&self.usable())
             ));
         }
         self.state = state;

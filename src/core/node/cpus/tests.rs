@@ -84,7 +84,7 @@ fn cpus_are_taken_in_the_kubelets_order() {
             };
             let number = number.parse().expect("a number");
             let taken = accumulator::take(&topology, &set(free), number, way);
-            let taken = taken.map_or("none".to_owned(), |taken| list(&taken));
+            let taken = taken.map_or("none".to_owned(), |taken| format_list(&taken));
             if taken != answer {
                 differences.push(format!("{name}: {line}, but got {taken}"));
             }
@@ -144,7 +144,7 @@ fn given(managers: &Managers, uid: &str) -> Vec<(String, String)> {
     let pinning = managers.pinning();
     let containers = pinning.exclusive.get(uid).into_iter().flatten();
     containers
-        .map(|(name, set)| (name.clone(), list(set)))
+        .map(|(name, set)| (name.clone(), format_list(set)))
         .collect()
 }
 
@@ -152,7 +152,7 @@ fn shared(managers: &Managers) -> String {
     managers
         .pinning()
         .shared
-        .map(|set| list(&set))
+        .map(|set| format_list(&set))
         .unwrap_or_default()
 }
 
@@ -213,7 +213,7 @@ fn init_containers_pass_on_their_cpus_and_sidecars_keep_theirs() {
     let all = managers.pinning().exclusive["a"].clone();
     let own = |name: &str| all[name].clone();
     let together: CpuSet = all.values().flatten().copied().collect();
-    assert_eq!(shared(&managers), list(&(&set("0-7") - &together)));
+    assert_eq!(shared(&managers), format_list(&(&set("0-7") - &together)));
     let sidecar = own("sidecar-1");
     assert!(sidecar.is_disjoint(&own("main-0")) && sidecar.is_disjoint(&own("init-2")));
     assert!(own("main-0").is_subset(&own("init-0")));

@@ -70,7 +70,7 @@ fn given(cpus: &mut Cpus, asks: &str, near: &str) -> String {
         }
         let own = &cpus.state().exclusive["own"][&container.name];
         assert!(own.is_disjoint(&cpus.state().shared), "{asks:?}");
-        sets.push(list(own));
+        sets.push(format_list(own));
     }
     sets.join(" ")
 }
@@ -107,7 +107,7 @@ fn adopted(mut cpus: Cpus, shared: &str, given: &str) -> String {
         exclusive: pods.map(pod).collect(),
     };
     match cpus.load(state) {
-        Ok(()) => list(&cpus.state().shared),
+        Ok(()) => format_list(&cpus.state().shared),
         Err(_) => "refused".to_owned(),
     }
 }
