@@ -490,7 +490,7 @@ fn the_managers_settings_are_resolved() {
         !load("", &flags)
             .expect("a valid configuration")
             .managers
-            .bind()
+            .pins_containers()
     );
     let memory = with(
         "memoryManagerPolicy: Static\nreservedMemory: [{numaNode: 1, limits: {memory: 1Mi}}]\n",

@@ -400,7 +400,7 @@ fn is_due(
     answered: Option<&Vec<String>>,
     now: Timestamp,
 ) -> bool {
-    let fits = answered.is_some_and(|last| last == names) || signing::is_for(present, names);
+    let fits = answered.is_some_and(|last| last == names) || signing::covers_names(present, names);
     // Spreads the renewals of nodes that started together.
     let share = f64::from(now.subsec_nanosecond() % 1000) / 1000.0;
     let due = signing::lifetime(present)

@@ -454,7 +454,7 @@ impl Actor {
         let context = Arc::clone(&self.context);
         if let Some(now) = self.ledger.pod(pod::uid(pod)) {
             let possible = admit::check_swap(&now, pod, context.swaps())
-                .and_then(|()| self.managers.resize(&now, pod));
+                .and_then(|()| self.managers.check_resize(&now, pod));
             if let Err(infeasible) = possible {
                 // The pod keeps its current sizes and waits for no others.
                 self.ledger.cancel_resize(&now);

@@ -31,7 +31,7 @@ fn read(root: &Path, name: &str) -> anyhow::Result<Option<String>> {
 
 /// Creates the configured managers, with the assignments that an earlier agent or a kubelet stored.
 pub fn start(config: &Config) -> anyhow::Result<Managers> {
-    let machine = match config.managers.bind() || config.managers.alignment.is_some() {
+    let machine = match config.managers.pins_containers() || config.managers.alignment.is_some() {
         false => Machine::default(),
         true => Machine {
             topology: Arc::new(topology::read(Path::new(topology::SYSTEM))),
@@ -66,7 +66,7 @@ pub fn save(root: &Path, checkpoints: &[(&'static str, String)]) -> anyhow::Resu
 /// Binds containers to their CPUs and NUMA nodes, whenever assignments change and every `cpuManagerReconcilePeriod`.
 /// Also releases assignments of pods that no longer exist.
 pub async fn keep(context: Arc<Context>, roster: watch::Receiver<Roster>) {
-    if !context.config.managers.bind() {
+    if !context.config.managers.pins_containers() {
         return std::future::pending().await;
     }
     let mut pinning = context.ledger.pinning();

@@ -142,11 +142,11 @@ pub(super) fn max_concurrent(
     pod: &Pod,
     wanted: impl Fn(&Container) -> BTreeMap<String, u64>,
 ) -> BTreeMap<String, u64> {
-    let mut lasting: BTreeMap<String, u64> = BTreeMap::new();
+    let mut concurrent: BTreeMap<String, u64> = BTreeMap::new();
     let mut peak: BTreeMap<String, u64> = BTreeMap::new();
     for (role, container) in pod::containers(pod) {
         for (resource, amount) in wanted(&container) {
-            let before = lasting.entry(resource.clone()).or_default();
+            let before = concurrent.entry(resource.clone()).or_default();
             let sum = before.saturating_add(amount);
             match role {
                 Role::Init => {
@@ -159,11 +159,11 @@ pub(super) fn max_concurrent(
         }
     }
     for (resource, amount) in peak {
-        let most = lasting.entry(resource).or_default();
-        *most = (*most).max(amount);
+        let maximum = concurrent.entry(resource).or_default();
+        *maximum = (*maximum).max(amount);
     }
-    lasting.retain(|_, amount| *amount > 0);
-    lasting
+    concurrent.retain(|_, amount| *amount > 0);
+    concurrent
 }
 
 /// Required alignment (`topologyManagerPolicy`; without [`Alignment`] the policy is `none`).

@@ -48,7 +48,7 @@ impl Default for Rules {
 impl Rules {
     /// Whether containers are pinned to CPUs or memory nodes.
     #[must_use]
-    pub fn bind(&self) -> bool {
+    pub fn pins_containers(&self) -> bool {
         self.cpus.is_some() || self.memory.is_some()
     }
 }
@@ -218,7 +218,7 @@ impl Managers {
 
     /// Whether the managers permit a resize of a running pod. Exclusive CPUs and memory cannot change while containers
     /// run.
-    pub fn resize(&self, now: &Pod, then: &Pod) -> Result<(), Refusal> {
+    pub fn check_resize(&self, now: &Pod, then: &Pod) -> Result<(), Refusal> {
         let changes = |resource: &str| {
             let of = |pod: &Pod| -> Vec<_> {
                 let containers = pod::containers(pod);

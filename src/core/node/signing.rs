@@ -349,7 +349,7 @@ pub fn is_version_1(pem: &[u8]) -> bool {
 
 /// Whether the first certificate in a PEM text is valid for all of these names and addresses.
 #[must_use]
-pub fn is_for(pem: &[u8], names: &[String]) -> bool {
+pub fn covers_names(pem: &[u8], names: &[String]) -> bool {
     let names_covered = read(pem, |certificate| {
         let extension = certificate.subject_alternative_name().ok()??;
         alternative_names(&extension.value.general_names).ok()
@@ -557,7 +557,7 @@ mod tests {
         let names = |names: &[&str]| names.iter().map(ToString::to_string).collect::<Vec<_>>();
         let of = |own: &[&str], requested: &[&str]| {
             let made = rcgen::generate_simple_self_signed(names(own)).expect("a certificate");
-            is_for(made.cert.pem().as_bytes(), &names(requested))
+            covers_names(made.cert.pem().as_bytes(), &names(requested))
         };
         assert!(of(
             &["n1", "192.0.2.1", "2001:db8::1"],
@@ -565,6 +565,6 @@ mod tests {
         ));
         assert!(!of(&["n1", "192.0.2.1"], &["n1", "192.0.2.2"]));
         assert!(!of(&["192.0.2.1"], &["n1"]));
-        assert!(of(&["n1"], &[]) && !is_for(b"", &names(&["n1"])));
+        assert!(of(&["n1"], &[]) && !covers_names(b"", &names(&["n1"])));
     }
 }

@@ -262,7 +262,7 @@ impl Registry {
 
     /// Removes all label sets of a family with these label values.
     pub fn remove_series(&mut self, family: Family, labels: Labels<'_>) {
-        let stays = |values: &Values| {
+        let is_kept = |values: &Values| {
             let has = |(label, value): &(&str, &str)| {
                 let at = family.labels.iter().position(|l| l == label);
                 at.and_then(|at| values.get(at)).is_some_and(|v| v == value)
@@ -270,10 +270,10 @@ impl Registry {
             !labels.iter().all(has)
         };
         if let Some((_, all)) = self.counters.get_mut(family.name) {
-            all.retain(|values, _| stays(values));
+            all.retain(|values, _| is_kept(values));
         }
         if let Some((_, all)) = self.histograms.get_mut(family.name) {
-            all.retain(|values, _| stays(values));
+            all.retain(|values, _| is_kept(values));
         }
     }
 

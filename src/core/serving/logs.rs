@@ -339,8 +339,8 @@ pub struct Compression {
 /// and clients may not have read it completely.
 #[must_use]
 pub fn compression(rotated: &[String]) -> Compression {
-    let goes = |name: &&String| name.ends_with(".tmp") || is_superseded(name, rotated);
-    let (remove, mut whole): (Vec<&String>, Vec<&String>) = rotated.iter().partition(goes);
+    let is_removed = |name: &&String| name.ends_with(".tmp") || is_superseded(name, rotated);
+    let (remove, mut whole): (Vec<&String>, Vec<&String>) = rotated.iter().partition(is_removed);
     whole.sort();
     whole.pop();
     whole.retain(|name| !name.ends_with(".gz"));

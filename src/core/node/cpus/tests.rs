@@ -330,13 +330,13 @@ fn a_checkpoint_is_restored_or_rejected_with_the_remedy() {
 fn cpus_of_running_containers_are_not_resized() {
     let managers = manager("laptop", Options::default(), "0");
     let (one, two) = (pod("a", &[("main", "1")]), pod("a", &[("main", "2")]));
-    assert_eq!(managers.resize(&one, &one), Ok(()));
-    let refusal = managers.resize(&one, &two).expect_err("a rejection");
+    assert_eq!(managers.check_resize(&one, &one), Ok(()));
+    let refusal = managers.check_resize(&one, &two).expect_err("a rejection");
     assert_eq!(refusal.reason, "Infeasible");
     let detail = refusal.infeasible.map(Infeasible::detail);
     assert_eq!(detail, Some("guaranteed_pod_cpu_manager_static_policy"));
     assert!(refusal.message.contains("CPU Manager policy \"static\""));
-    assert_eq!(Managers::default().resize(&one, &two), Ok(()));
+    assert_eq!(Managers::default().check_resize(&one, &two), Ok(()));
 }
 
 fn aligned(policy: Policy, scope: Scope, options: Options) -> Managers {

@@ -296,14 +296,14 @@ impl Devices {
     pub fn expire(&mut self, now: Timestamp) -> bool {
         let before = self.resources.len();
         self.resources.retain(|name, resource| {
-            let stays = match resource.plugin {
+            let is_kept = match resource.plugin {
                 Plugin::Registered(_) => true,
                 Plugin::Gone(since) => now < time::later(since, GRACE),
             };
-            if !stays {
+            if !is_kept {
                 self.removed.insert(name.clone());
             }
-            stays
+            is_kept
         });
         self.resources.len() != before
     }
@@ -455,17 +455,17 @@ impl Devices {
             .filter(|c| !pod::is_sidecar(c))
             .map(|c| c.name.as_str())
             .collect();
-        let (mut ended, mut lasting) = (BTreeSet::new(), BTreeSet::new());
+        let (mut of_init, mut of_others) = (BTreeSet::new(), BTreeSet::new());
         for (name, allocations) in self.pods.get(pod::uid(pod)).into_iter().flatten() {
             let ids = allocations.get(resource).into_iter();
             let ids = ids.flat_map(|own| own.devices.keys().cloned());
             if init.contains(name.as_str()) {
-                ended.extend(ids);
+                of_init.extend(ids);
             } else {
-                lasting.extend(ids);
+                of_others.extend(ids);
             }
         }
-        &ended - &lasting
+        &of_init - &of_others
     }
 
     /// Chooses devices: reusable ones first, then free ones near the preferred NUMA nodes, then any.

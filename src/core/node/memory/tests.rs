@@ -361,8 +361,8 @@ fn reserved_memory_equals_what_node_allocatable_reserves() {
 fn memory_of_running_containers_is_not_resized() {
     let managers = start(1, None);
     let (one, two) = (pod("a", &[("main", 10, 0)]), pod("a", &[("main", 20, 0)]));
-    assert_eq!(managers.resize(&one, &one), Ok(()));
-    let refusal = managers.resize(&one, &two).expect_err("a rejection");
+    assert_eq!(managers.check_resize(&one, &one), Ok(()));
+    let refusal = managers.check_resize(&one, &two).expect_err("a rejection");
     assert_eq!(
         (refusal.reason.as_str(), refusal.message.as_str()),
         (
