@@ -14,7 +14,7 @@ use crate::core::pod::explain::Explanation;
 use crate::core::pod::record::Report;
 
 /// Maximum size of an answer, in bytes: a record has the pod and some dozens of observations.
-const LIMIT: usize = 16 << 20;
+const MAX_ANSWER_BYTES: usize = 16 << 20;
 /// Timeout of an answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout of the removal of images.
@@ -22,21 +22,21 @@ const REMOVAL_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Queries the agent at this socket why a pod is not running.
 pub async fn explain(socket: &Path, namespace: &str, name: &str) -> anyhow::Result<Explanation> {
-    let body = ask(socket, &format!("/explain/{namespace}/{name}")).await?;
+    let body = get(socket, &format!("/explain/{namespace}/{name}")).await?;
     serde_json::from_slice(&body).context(OTHER_VERSION)
 }
 
 /// Queries the inputs and the decisions of a pod's worker.
 pub async fn record(socket: &Path, namespace: &str, name: &str) -> anyhow::Result<Report> {
-    let body = ask(socket, &format!("/record/{namespace}/{name}")).await?;
+    let body = get(socket, &format!("/record/{namespace}/{name}")).await?;
     json::read(&body).context(OTHER_VERSION)
 }
 
 /// Queries which images and containers a collection would remove; without `dry_run`, the agent removes them.
 pub async fn gc(socket: &Path, dry_run: bool) -> anyhow::Result<collection::Report> {
     let body = match dry_run {
-        true => ask(socket, "/gc").await?,
-        false => within(REMOVAL_TIMEOUT, socket, hyper::Method::POST, "/gc").await?,
+        true => get(socket, "/gc").await?,
+        false => request_with_timeout(REMOVAL_TIMEOUT, socket, hyper::Method::POST, "/gc").await?,
     };
     serde_json::from_slice(&body).context(OTHER_VERSION)
 }
@@ -44,19 +44,19 @@ pub async fn gc(socket: &Path, dry_run: bool) -> anyhow::Result<collection::Repo
 const OTHER_VERSION: &str =
     "the agent's answer cannot be decoded; use the `holdfast` of the agent's version";
 
-async fn ask(socket: &Path, path: &str) -> anyhow::Result<Bytes> {
-    within(ANSWER_TIMEOUT, socket, hyper::Method::GET, path).await
+async fn get(socket: &Path, path: &str) -> anyhow::Result<Bytes> {
+    request_with_timeout(ANSWER_TIMEOUT, socket, hyper::Method::GET, path).await
 }
 
-async fn within(
+async fn request_with_timeout(
     timeout: Duration,
     socket: &Path,
     method: hyper::Method,
     path: &str,
 ) -> anyhow::Result<Bytes> {
-    let asked = tokio::time::timeout(timeout, send(socket, method, path)).await;
-    let (status, body) =
-        asked.with_context(|| format!("the agent at {} does not answer", socket.display()))??;
+    let response = tokio::time::timeout(timeout, send(socket, method, path)).await;
+    let (status, body) = response
+        .with_context(|| format!("the agent at {} does not answer", socket.display()))??;
     if !status.is_success() {
         bail!("{}", String::from_utf8_lossy(&body));
     }
@@ -84,7 +84,7 @@ async fn send(
         .body(Empty::<Bytes>::new())?;
     let answer = sender.send_request(request).await?;
     let status = answer.status();
-    let body = Limited::new(answer.into_body(), LIMIT)
+    let body = Limited::new(answer.into_body(), MAX_ANSWER_BYTES)
         .collect()
         .await
         .map_err(|e| anyhow::anyhow!("{e}"))?

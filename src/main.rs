@@ -7,9 +7,9 @@ use clap::{CommandFactory as _, FromArgMatches as _, Parser as _};
 use holdfast::agent;
 use holdfast::ask;
 use holdfast::cli::{
-    AgentFlags, AskedAgent, AuditFlags, Cli, Command, DoctorFlags, ExplainFlags, Explained,
-    Findings, GcFlags, Ipam, KubeletCli, Output, PodOfAgent, RecordFlags, Recorded, Running,
-    UpFlags, UpWhat, fields,
+    AgentCommand, AgentFlags, AgentSelection, AuditFlags, Cli, Command, DoctorFlags,
+    ExplainCommand, ExplainFlags, GcFlags, Ipam, KubeletCli, Output, PodOfAgent, RecordCommand,
+    RecordFlags, ReportFormat, UpCommand, UpFlags, fields,
 };
 use holdfast::config;
 use holdfast::control;
@@ -30,7 +30,7 @@ use tokio_util::sync::CancellationToken;
 const COMMIT: [u8; 12] = newest_commit(include_bytes!(env!("HOLDFAST_REFLOG")));
 
 /// Parses the command of an invocation as `holdfast`.
-fn of_holdfast(arguments: &[std::ffi::OsString]) -> Command {
+fn parse_command(arguments: &[std::ffi::OsString]) -> Command {
     let version = format!(
         "{} ({}), Kubernetes {KUBERNETES}",
         env!("CARGO_PKG_VERSION"),
@@ -53,29 +53,29 @@ fn main() -> ExitCode {
     // Only the agent has flags for fields of its configuration.
     let command = std::env::args_os().nth(1).unwrap_or_default();
     let is_agent = as_kubelet || command == "agent" || command == "doctor";
-    let given = match if is_agent {
+    let parsed_flags = match if is_agent {
         fields::take(std::env::args_os())
     } else {
-        Ok(fields::Given {
+        Ok(fields::ParsedFlags {
             rest: std::env::args_os().collect(),
             ..Default::default()
         })
     } {
-        Ok(given) => given,
+        Ok(parsed_flags) => parsed_flags,
         Err(error) => {
             eprintln!("holdfast: {error}");
             return ExitCode::FAILURE;
         }
     };
     let command = if as_kubelet {
-        let kubelet = KubeletCli::parse_from(&given.rest);
+        let kubelet = KubeletCli::parse_from(&parsed_flags.rest);
         Command::Agent {
             running: None,
             version: kubelet.version,
             flags: Box::new(kubelet.agent),
         }
     } else {
-        of_holdfast(&given.rest)
+        parse_command(&parsed_flags.rest)
     };
     if let Command::Agent { version, .. } = &command
         && let Some(text) = version
@@ -124,7 +124,7 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    match runtime.block_on(run(command, given)) {
+    match runtime.block_on(run(command, parsed_flags)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("holdfast: {error:#}");
@@ -133,10 +133,10 @@ fn main() -> ExitCode {
     }
 }
 
-async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
+async fn run(command: Command, parsed_flags: fields::ParsedFlags) -> anyhow::Result<()> {
     match command {
         Command::Up(UpFlags {
-            what: Some(UpWhat::Status { name }),
+            what: Some(UpCommand::Status { name }),
             ..
         }) => up::status(&up::Settings::dirs(&name)),
         Command::Supervise(flags) => tokio::task::block_in_place(|| {
@@ -186,7 +186,7 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
         }
         Command::Explain {
             agent,
-            what: Explained::Pod(flags),
+            what: ExplainCommand::Pod(flags),
         } => explain(&agent, &flags).await,
         Command::Gc(flags) => gc(&flags).await,
         Command::Ipam {
@@ -194,13 +194,13 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
         } => tokio::task::block_in_place(|| audit(flags)),
         Command::Agent {
             running:
-                Some(Running::Record {
+                Some(AgentCommand::Record {
                     agent,
-                    what: Recorded::Pod(flags),
+                    what: RecordCommand::Pod(flags),
                 }),
             ..
         } => record(&agent, &flags).await,
-        Command::Doctor(flags) => doctor(*flags, given).await,
+        Command::Doctor(flags) => doctor(*flags, parsed_flags).await,
         Command::Replay { file } => tokio::task::block_in_place(|| replay(&file)),
         Command::Agent {
             running: None,
@@ -208,7 +208,7 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
             ..
         } => {
             let stop = CancellationToken::new();
-            let work = run_agent(*flags, given, stop.clone());
+            let work = run_agent(*flags, parsed_flags, stop.clone());
             let result = until_drained(Box::pin(work), stop).await;
             // Blocks until a separate thread has sent the remaining traces.
             tokio::task::block_in_place(logging::finish);
@@ -232,25 +232,25 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
 /// Loads the agent's configuration from its files and flags.
 fn configuration(
     flags: &AgentFlags,
-    given: &fields::Given,
+    parsed_flags: &fields::ParsedFlags,
 ) -> Result<config::Config, config::ConfigError> {
     config::load_all(
         flags.config.as_deref(),
         flags.config_dir.as_deref(),
-        &given.fields,
+        &parsed_flags.fields,
         &flags.overrides(),
         &sys::machine::hostname(),
     )
 }
 
 /// The files of a node that kubeadm set up.
-const KUBEADM: [&str; 2] = [
+const KUBEADM_FILES: [&str; 2] = [
     "/var/lib/kubelet/config.yaml",
     "/etc/kubernetes/kubelet.conf",
 ];
 
 /// Reports problems that prevent the node or its pods from running.
-async fn doctor(flags: DoctorFlags, given: fields::Given) -> anyhow::Result<()> {
+async fn doctor(flags: DoctorFlags, parsed_flags: fields::ParsedFlags) -> anyhow::Result<()> {
     let DoctorFlags {
         name,
         output,
@@ -269,17 +269,18 @@ async fn doctor(flags: DoctorFlags, given: fields::Given) -> anyhow::Result<()> 
             agent.kubeconfig = Some(cluster.join("kubeconfig"));
             agent.root_dir.get_or_insert(cluster);
         } else {
-            let there = |path: &str| Some(path.into()).filter(|p: &std::path::PathBuf| p.exists());
-            [agent.config, agent.kubeconfig] = KUBEADM.map(there);
+            let existing =
+                |path: &str| Some(path.into()).filter(|p: &std::path::PathBuf| p.exists());
+            [agent.config, agent.kubeconfig] = KUBEADM_FILES.map(existing);
         }
     }
-    let findings = match configuration(&agent, &given) {
+    let findings = match configuration(&agent, &parsed_flags) {
         Ok(config) => agent::doctor::run(&config, sys::clock::Clock::system()).await,
         Err(error) => vec![diagnosis::unusable(error.to_string())],
     };
     match output {
-        Findings::Text => print!("{}", diagnosis::text(&findings)),
-        Findings::Json => println!("{}", serde_json::to_string_pretty(&findings)?),
+        ReportFormat::Text => print!("{}", diagnosis::text(&findings)),
+        ReportFormat::Json => println!("{}", serde_json::to_string_pretty(&findings)?),
     }
     if diagnosis::worst(&findings) == diagnosis::Severity::Error {
         anyhow::bail!("there are errors: pods on this node do not run as specified");
@@ -289,7 +290,7 @@ async fn doctor(flags: DoctorFlags, given: fields::Given) -> anyhow::Result<()> 
 
 async fn run_agent(
     flags: AgentFlags,
-    given: fields::Given,
+    parsed_flags: fields::ParsedFlags,
     stop: CancellationToken,
 ) -> anyhow::Result<()> {
     if !nix::unistd::geteuid().is_root() {
@@ -297,7 +298,7 @@ async fn run_agent(
     }
     // Secrets are in this process's memory.
     sys::process::forbid_dumps()?;
-    let config = configuration(&flags, &given)?;
+    let config = configuration(&flags, &parsed_flags)?;
     let traces = config.logging.traces.clone();
     let traces = traces.map(|(endpoint, per_million)| logging::Traces {
         endpoint,
@@ -310,7 +311,7 @@ async fn run_agent(
         traces.as_ref(),
     )
     .map_err(anyhow::Error::msg)?;
-    for flag in &given.without_effect {
+    for flag in &parsed_flags.without_effect {
         tracing::warn!(flag, "this flag has no effect here");
     }
     if flags.check {
@@ -351,9 +352,9 @@ fn audit(flags: AuditFlags) -> anyhow::Result<()> {
         mend,
         patience: std::time::Duration::from_secs(older_than),
     })?;
-    let (table, well) = ipam::table(&findings);
+    let (table, all_well) = ipam::table(&findings);
     println!("{table}");
-    if well {
+    if all_well {
         Ok(())
     } else {
         anyhow::bail!(
@@ -363,9 +364,9 @@ fn audit(flags: AuditFlags) -> anyhow::Result<()> {
 }
 
 /// Returns the socket of the agent to query.
-fn socket_of(asked: &AskedAgent) -> anyhow::Result<std::path::PathBuf> {
-    asked.check().map_err(anyhow::Error::msg)?;
-    let root = match (&asked.root_dir, &asked.name) {
+fn socket_of(selection: &AgentSelection) -> anyhow::Result<std::path::PathBuf> {
+    selection.check().map_err(anyhow::Error::msg)?;
+    let root = match (&selection.root_dir, &selection.name) {
         (Some(dir), _) => dir.clone(),
         (None, Some(name)) => up::Settings::dirs(name).agent(),
         // The cluster of `holdfast up` if its agent has a socket, otherwise the kubelet's directory.
@@ -382,9 +383,9 @@ fn socket_of(asked: &AskedAgent) -> anyhow::Result<std::path::PathBuf> {
 }
 
 /// Writes the inputs and the decisions of a pod's worker.
-async fn record(asked: &AskedAgent, flags: &RecordFlags) -> anyhow::Result<()> {
+async fn record(selection: &AgentSelection, flags: &RecordFlags) -> anyhow::Result<()> {
     let RecordFlags { pod, output } = flags;
-    let report = ask::record(&socket_of(asked)?, &pod.namespace, &pod.pod).await?;
+    let report = ask::record(&socket_of(selection)?, &pod.namespace, &pod.pod).await?;
     let mut text = serde_json::to_string_pretty(&report)?;
     text.push('\n');
     match output {
@@ -396,7 +397,7 @@ async fn record(asked: &AskedAgent, flags: &RecordFlags) -> anyhow::Result<()> {
 }
 
 /// Maximum size of a record that is read, in bytes.
-const LARGEST_RECORD: u64 = 64 << 20;
+const MAX_RECORD_BYTES: u64 = 64 << 20;
 
 /// Replays a recorded pod worker, and prints its decisions.
 fn replay(file: &std::path::Path) -> anyhow::Result<()> {
@@ -408,7 +409,7 @@ fn replay(file: &std::path::Path) -> anyhow::Result<()> {
         Box::new(opened.with_context(|| format!("{} cannot be read", file.display()))?)
     };
     let mut bytes = vec![];
-    source.take(LARGEST_RECORD).read_to_end(&mut bytes)?;
+    source.take(MAX_RECORD_BYTES).read_to_end(&mut bytes)?;
     let report: Report = holdfast::core::json::read(&bytes).with_context(|| {
         format!(
             "{} is not a record that this version of Holdfast ({}) can read; create one with `holdfast agent record pod`",
@@ -425,9 +426,9 @@ fn replay(file: &std::path::Path) -> anyhow::Result<()> {
 }
 
 /// Prints why a pod is not running.
-async fn explain(asked: &AskedAgent, flags: &ExplainFlags) -> anyhow::Result<()> {
+async fn explain(selection: &AgentSelection, flags: &ExplainFlags) -> anyhow::Result<()> {
     let PodOfAgent { pod, namespace } = &flags.pod;
-    let answer = ask::explain(&socket_of(asked)?, namespace, pod).await?;
+    let answer = ask::explain(&socket_of(selection)?, namespace, pod).await?;
     let now = sys::clock::Clock::system().now();
     match flags.output {
         Output::Text => print!("{}", explanation::text(&answer, now)),
@@ -441,8 +442,8 @@ async fn explain(asked: &AskedAgent, flags: &ExplainFlags) -> anyhow::Result<()>
 async fn gc(flags: &GcFlags) -> anyhow::Result<()> {
     let report = ask::gc(&socket_of(&flags.agent)?, flags.dry_run).await?;
     match flags.output {
-        Findings::Text => print!("{}", collection::text(&report, !flags.dry_run)),
-        Findings::Json => println!("{}", serde_json::to_string_pretty(&report)?),
+        ReportFormat::Text => print!("{}", collection::text(&report, !flags.dry_run)),
+        ReportFormat::Json => println!("{}", serde_json::to_string_pretty(&report)?),
     }
     match report.failures.len() {
         0 => Ok(()),

@@ -18,7 +18,7 @@ pub struct Failure {
 impl Failure {
     /// Returns the failure of a call whose own deadline has passed.
     #[must_use]
-    pub fn late() -> Failure {
+    pub fn timed_out() -> Failure {
         Failure {
             code: Code::DeadlineExceeded,
             message: "context deadline exceeded".into(),
@@ -29,7 +29,7 @@ impl Failure {
 impl From<Status> for Failure {
     fn from(status: Status) -> Failure {
         if is_caused_by_time(status.source()) {
-            return Failure::late();
+            return Failure::timed_out();
         }
         // A status that a server has sent has no source.
         let code = match (status.code(), status.source()) {

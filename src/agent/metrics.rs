@@ -593,7 +593,7 @@ impl Metrics {
     /// Removes the probe metrics of a deleted pod.
     pub fn remove_pod(&self, pod: &Pod) {
         let mut probes = lock(&self.probes);
-        probes.forget(PROBES, &[("pod_uid", pod::uid(pod))]);
+        probes.remove_series(PROBES, &[("pod_uid", pod::uid(pod))]);
         let key = (pod.namespace().unwrap_or_default(), pod.name_any());
         let mut probed = lock(&self.probed);
         // Durations are keyed by name, without the uid, and a newer pod of the same name may use them.
@@ -605,7 +605,7 @@ impl Metrics {
         }
         probed.remove(&key);
         let of = [("namespace", key.0.as_str()), ("pod", &key.1)];
-        probes.forget(PROBE_SECONDS, &of);
+        probes.remove_series(PROBE_SECONDS, &of);
     }
 
     /// Writes the metrics of the agent, or those of probes.
@@ -640,7 +640,7 @@ mod tests {
     fn written(metrics: &Metrics) -> String {
         let mut page = Page::default();
         metrics.write(false, &mut page);
-        page.into_text()
+        page.into_string()
     }
 
     #[test]
@@ -717,7 +717,7 @@ mod tests {
         let count = || {
             let mut page = Page::default();
             metrics.write(true, &mut page);
-            let text = page.into_text();
+            let text = page.into_string();
             let line = text
                 .lines()
                 .find(|l| l.starts_with("prober_probe_duration_seconds_count"));

@@ -228,7 +228,7 @@ const WITHOUT_EFFECT: [(&str, Shape); 32] = [
 
 /// The arguments after the flags for fields were taken out.
 #[derive(Debug, Default, PartialEq)]
-pub struct Given {
+pub struct ParsedFlags {
     /// The remaining arguments.
     pub rest: Vec<OsString>,
     /// The values of the fields, as in a file.
@@ -340,14 +340,14 @@ fn value(flag: &str, shape: Shape, text: &str) -> Result<Value, String> {
 }
 
 fn set(fields: &mut Value, path: &str, value: Value) {
-    let mut here = fields;
+    let mut target = fields;
     for name in path.split('.') {
-        if !here.is_object() {
-            *here = json!({});
+        if !target.is_object() {
+            *target = json!({});
         }
-        here = &mut here[name];
+        target = &mut target[name];
     }
-    *here = value;
+    *target = value;
 }
 
 /// Returns the field that a flag sets, if any, and the flag's syntax; `None` for flags that clap parses.
@@ -359,10 +359,10 @@ fn known(name: &str) -> Option<(Option<&'static str>, Shape)> {
 }
 
 /// Takes the flags for fields out of the arguments; clap parses the others.
-pub fn take(arguments: impl IntoIterator<Item = OsString>) -> Result<Given, String> {
-    let mut given = Given {
+pub fn take(arguments: impl IntoIterator<Item = OsString>) -> Result<ParsedFlags, String> {
+    let mut parsed = ParsedFlags {
         fields: Value::Null,
-        ..Given::default()
+        ..ParsedFlags::default()
     };
     let mut arguments = arguments.into_iter().peekable();
     while let Some(argument) = arguments.next() {
@@ -381,7 +381,7 @@ pub fn take(arguments: impl IntoIterator<Item = OsString>) -> Result<Given, Stri
         // Old files spell the flags of libraries with underscores.
         let name = name.replace('_', "-");
         let Some((field, shape)) = known(&name) else {
-            given.rest.push(argument);
+            parsed.rest.push(argument);
             continue;
         };
         let text = match inline {
@@ -396,17 +396,17 @@ pub fn take(arguments: impl IntoIterator<Item = OsString>) -> Result<Given, Stri
         match field {
             Some(field) => {
                 if matches!(shape, Memory | Headers) {
-                    value = added(given.fields.get(field), value);
+                    value = added(parsed.fields.get(field), value);
                 }
-                set(&mut given.fields, field, value);
+                set(&mut parsed.fields, field, value);
             }
             None if name == "runonce" && value == true => {
                 return Err("--runonce: true is invalid: the kubelet no longer has this mode; remove the flag".into());
             }
-            None => given.without_effect.push(name),
+            None => parsed.without_effect.push(name),
         }
     }
-    Ok(given)
+    Ok(parsed)
 }
 
 /// Returns the rows for the documentation: flag and field.
@@ -496,19 +496,23 @@ mod tests {
                 continue;
             };
             assert!(!own.contains(&flag), "--{flag} is parsed twice");
-            let given = of(&[&format!("--{flag}={}", example(shape))]).expect(flag);
-            assert!(given.rest.is_empty(), "--{flag}");
-            assert_eq!(given.without_effect.is_empty(), field.is_some(), "--{flag}");
+            let parsed = of(&[&format!("--{flag}={}", example(shape))]).expect(flag);
+            assert!(parsed.rest.is_empty(), "--{flag}");
+            assert_eq!(
+                parsed.without_effect.is_empty(),
+                field.is_some(),
+                "--{flag}"
+            );
         }
     }
 
-    fn of(arguments: &[&str]) -> Result<Given, String> {
+    fn of(arguments: &[&str]) -> Result<ParsedFlags, String> {
         take(arguments.iter().map(|a| OsString::from(*a)))
     }
 
     #[test]
     fn flags_set_their_fields_and_keep_the_others() {
-        let given = of(&[
+        let parsed = of(&[
             "kubelet",
             "--config=/c",
             "--anonymous-auth=false",
@@ -533,15 +537,15 @@ mod tests {
             "2",
         ])
         .expect("valid flags");
-        assert_eq!(given.rest, ["kubelet", "--config=/c", "-v", "2"]);
+        assert_eq!(parsed.rest, ["kubelet", "--config=/c", "-v", "2"]);
         let without_effect = [
             "pod-infra-container-image",
             "housekeeping-interval",
             "runonce",
         ];
-        assert_eq!(given.without_effect, without_effect);
+        assert_eq!(parsed.without_effect, without_effect);
         assert_eq!(
-            given.fields,
+            parsed.fields,
             json!({
                 "authentication": {"anonymous": {"enabled": false}, "x509": {"clientCAFile": "/ca.crt"}}, "rotateCertificates": true, "readOnlyPort": 0,
                 "kubeReserved": {"cpu": "100m", "memory": "1Gi"}, "evictionHard": {"memory.available": "5%"}, "featureGates": {"A": true},

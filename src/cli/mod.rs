@@ -62,10 +62,10 @@ pub enum Command {
     Explain {
         /// The agent to query.
         #[command(flatten)]
-        agent: AskedAgent,
+        agent: AgentSelection,
         /// What to explain.
         #[command(subcommand)]
-        what: Explained,
+        what: ExplainCommand,
     },
     /// Remove unused images and dead containers now, with the agent's rules, and print why the others stay.
     ///
@@ -87,7 +87,7 @@ pub enum Command {
     Agent {
         /// A request to the running agent.
         #[command(subcommand)]
-        running: Option<Running>,
+        running: Option<AgentCommand>,
         /// Which version to print.
         #[command(flatten)]
         version: VersionFlag,
@@ -113,7 +113,7 @@ pub enum Command {
 
 /// Subcommands of `holdfast up`.
 #[derive(Subcommand)]
-pub enum UpWhat {
+pub enum UpCommand {
     /// Print which components of the cluster run, and how often each was restarted.
     Status {
         /// The cluster's name.
@@ -176,7 +176,7 @@ pub struct AuditFlags {
 
 /// Subcommands of `holdfast explain`.
 #[derive(Subcommand)]
-pub enum Explained {
+pub enum ExplainCommand {
     /// A pod on this node: the step that blocks it, why, since when, and when the agent retries; how long each step of its
     /// start took. Needs root.
     Pod(ExplainFlags),
@@ -195,21 +195,21 @@ pub enum Output {
 
 /// Subcommands of `holdfast agent`.
 #[derive(Subcommand)]
-pub enum Running {
+pub enum AgentCommand {
     /// Write the inputs and decisions of a pod worker, for a bug report. `holdfast replay` reads the record.
     Record {
         /// The agent to query.
         #[command(flatten)]
-        agent: AskedAgent,
+        agent: AgentSelection,
         /// What to record.
         #[command(subcommand)]
-        what: Recorded,
+        what: RecordCommand,
     },
 }
 
 /// Subcommands of `holdfast agent record`.
 #[derive(Subcommand)]
-pub enum Recorded {
+pub enum RecordCommand {
     /// A pod on this node, or one that was deleted recently. The record contains the pod's spec and status with the values
     /// of its environment variables, but no contents of Secrets. Needs root.
     Pod(RecordFlags),
@@ -238,7 +238,7 @@ pub struct PodOfAgent {
 
 /// An agent that runs on this machine. The flags may precede or follow the subcommand.
 #[derive(Args)]
-pub struct AskedAgent {
+pub struct AgentSelection {
     /// The cluster that `holdfast up --name` started.
     #[arg(long, value_name = "NAME", global = true)]
     pub name: Option<String>,
@@ -247,7 +247,7 @@ pub struct AskedAgent {
     pub root_dir: Option<PathBuf>,
 }
 
-impl AskedAgent {
+impl AgentSelection {
     /// Rejects both flags at once: clap misses the conflict if one flag precedes the subcommand and the other follows it.
     pub fn check(&self) -> Result<(), &'static str> {
         match (&self.name, &self.root_dir) {
@@ -264,13 +264,13 @@ impl AskedAgent {
 pub struct GcFlags {
     /// The agent to query.
     #[command(flatten)]
-    pub agent: AskedAgent,
+    pub agent: AgentSelection,
     /// Remove nothing; print what would be removed.
     #[arg(long)]
     pub dry_run: bool,
     /// The output format.
-    #[arg(short, long, value_enum, default_value_t = Findings::Text)]
-    pub output: Findings,
+    #[arg(short, long, value_enum, default_value_t = ReportFormat::Text)]
+    pub output: ReportFormat,
 }
 
 /// Flags of `holdfast explain pod`.
@@ -286,7 +286,7 @@ pub struct ExplainFlags {
 
 /// How findings are printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Findings {
+pub enum ReportFormat {
     /// For people.
     Text,
     /// For programs.
@@ -300,8 +300,8 @@ pub struct DoctorFlags {
     #[arg(long, value_name = "CLUSTER", conflicts_with = "config")]
     pub name: Option<String>,
     /// The output format.
-    #[arg(short, long, value_enum, default_value_t = Findings::Text)]
-    pub output: Findings,
+    #[arg(short, long, value_enum, default_value_t = ReportFormat::Text)]
+    pub output: ReportFormat,
     /// The agent's flags, which are checked too.
     #[command(flatten)]
     pub agent: AgentFlags,
@@ -313,7 +313,7 @@ pub struct DoctorFlags {
 pub struct UpFlags {
     /// What to do instead of starting the cluster.
     #[command(subcommand)]
-    pub what: Option<UpWhat>,
+    pub what: Option<UpCommand>,
     /// The cluster's name; clusters with different names are independent of each other.
     #[arg(long, default_value = "holdfast")]
     pub name: String,
@@ -531,7 +531,7 @@ mod tests {
         ] {
             let all = ["holdfast", "agent"].into_iter().chain(arguments);
             let Command::Agent {
-                running: Some(Running::Record { agent, .. }),
+                running: Some(AgentCommand::Record { agent, .. }),
                 ..
             } = Cli::try_parse_from(all).expect("parses").command
             else {

@@ -86,7 +86,10 @@ struct Fields<'a> {
 }
 
 /// Returns the limit that is enforced for one of the two reservations, if any.
-fn held(list: &[String], fields: &Fields<'_>) -> Result<Option<Reserved>, ConfigError> {
+fn enforced_reservation(
+    list: &[String],
+    fields: &Fields<'_>,
+) -> Result<Option<Reserved>, ConfigError> {
     let whole = fields.whose.to_owned();
     let compressible = format!("{whole}-compressible");
     let compressible_only = match (list.contains(&whole), list.contains(&compressible)) {
@@ -216,8 +219,8 @@ pub(super) fn enforcement(d: &Document) -> Result<(Rules, Vec<String>), ConfigEr
     let rules = Rules {
         flat,
         limits_pods: list.iter().any(|what| what == "pods"),
-        system: held(list, &system)?,
-        kube: held(list, &kube)?,
+        system: enforced_reservation(list, &system)?,
+        kube: enforced_reservation(list, &kube)?,
         qos_memory,
         memory: memory(d, is_open(MEMORY_QOS))?,
     };

@@ -101,7 +101,7 @@ pub(super) fn unsafe_sysctls(patterns: Vec<String>) -> Result<Vec<String>, Confi
 }
 
 /// Returns the maximum crash-loop back-off.
-pub(super) fn longest_back_off(section: Option<CrashLoop>) -> Result<Duration, ConfigError> {
+pub(super) fn max_back_off(section: Option<CrashLoop>) -> Result<Duration, ConfigError> {
     let field = "crashLoopBackOff.maxContainerRestartPeriod";
     let text = section.and_then(|c| c.max_container_restart_period);
     let longest = time(field, text.as_ref(), 300)?;

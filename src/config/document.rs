@@ -226,7 +226,7 @@ pub(super) fn parse(text: &str) -> Result<Read, String> {
             "expected apiVersion kubelet.config.k8s.io/v1beta1 and kind KubeletConfiguration, found {version:?} and {kind:?}"
         ));
     }
-    let unknown = super::fields::take_unknown(&mut fields);
+    let unknown = super::fields::remove_unknown(&mut fields);
     let unknown = unknown.into_iter().map(|path| {
         format!("{path}: KubeletConfiguration v1beta1 has no such field; check its spelling")
     });

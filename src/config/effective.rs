@@ -9,7 +9,7 @@ fn defaults() -> Value {
 }
 
 /// Replaces durations of zero by the defaults: kubeadm writes zeros for fields that it does not set.
-fn leave_zeros(all: &mut Value, known: &Value) {
+fn replace_zero_durations(all: &mut Value, known: &Value) {
     let is_duration = |text: &str| {
         text.starts_with(|c: char| c.is_ascii_digit()) && text.ends_with(['s', 'm', 'h'])
     };
@@ -17,7 +17,7 @@ fn leave_zeros(all: &mut Value, known: &Value) {
         (Value::Object(all), Value::Object(known)) => {
             for (key, value) in all.iter_mut() {
                 if let Some(known) = known.get(key) {
-                    leave_zeros(value, known);
+                    replace_zero_durations(value, known);
                 }
             }
         }
@@ -32,7 +32,7 @@ fn leave_zeros(all: &mut Value, known: &Value) {
 pub(super) fn of(file: &Value) -> Value {
     let (mut all, known) = (defaults(), defaults());
     json_patch::merge(&mut all, file);
-    leave_zeros(&mut all, &known);
+    replace_zero_durations(&mut all, &known);
     let hard = all.get("evictionHard").filter(|map| !map.is_null());
     let hard = hard.and_then(|map| serde_json::from_value(map.clone()).ok());
     let merge = all["mergeDefaultEvictionSettings"] == true;

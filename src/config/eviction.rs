@@ -7,7 +7,7 @@ use super::allocatable::enforcement;
 use super::document::Document;
 use super::values::{invalid, time};
 use crate::core::node::cgroup_tree::Rules;
-use crate::core::node::eviction::{DEFAULT_HARD, IGNORED, Settings, Statements, parse};
+use crate::core::node::eviction::{DEFAULT_HARD, IGNORED, Settings, ThresholdSettings, parse};
 
 type Map = BTreeMap<String, String>;
 
@@ -34,14 +34,14 @@ pub(super) fn eviction(
     let soft = map(&mut document.eviction_soft);
     let soft_grace = map(&mut document.eviction_soft_grace_period);
     let min_reclaim = map(&mut document.eviction_minimum_reclaim);
-    let statements = Statements {
+    let settings = ThresholdSettings {
         hard: &hard,
         soft: &soft,
         soft_grace: &soft_grace,
         min_reclaim: &min_reclaim,
         pods_are_limited: rules.limits_pods,
     };
-    let thresholds = parse(statements).map_err(|wrong| {
+    let thresholds = parse(settings).map_err(|wrong| {
         let field = format!("{}.{}", wrong.field, wrong.signal);
         invalid(&field, wrong.value, wrong.remedy)
     })?;

@@ -162,14 +162,14 @@ const NESTED: &[(&str, &[&str])] = &[
 ];
 
 /// Removes fields that are not part of the format; returns their paths.
-pub(super) fn take_unknown(document: &mut Value) -> Vec<String> {
-    let mut taken = vec![];
+pub(super) fn remove_unknown(document: &mut Value) -> Vec<String> {
+    let mut removed = vec![];
     let mut take = |object: &mut Map<String, Value>, within: &str, known: &[&str]| {
         let is_known = |name: &String| known.contains(&name.as_str());
         let unknown: Vec<String> = object.keys().filter(|n| !is_known(n)).cloned().collect();
         for name in unknown {
             object.remove(&name);
-            taken.push(format!("{within}{name}"));
+            removed.push(format!("{within}{name}"));
         }
     };
     if let Some(object) = document.as_object_mut() {
@@ -183,7 +183,7 @@ pub(super) fn take_unknown(document: &mut Value) -> Vec<String> {
             take(object, &format!("{path}."), known);
         }
     }
-    taken
+    removed
 }
 
 /// Whether a value is the zero value of its type, at every depth. kubeadm writes zero values for fields that it does

@@ -41,9 +41,9 @@ struct MemoryReservation {
 }
 
 /// Default for the maximum number of NUMA nodes on which resources are aligned.
-const MOST_NODES: u32 = 8;
+const DEFAULT_MAX_NODES: u32 = 8;
 
-fn named(text: Option<&String>) -> Option<&str> {
+fn non_empty(text: Option<&String>) -> Option<&str> {
     text.map(String::as_str).filter(|t| !t.is_empty())
 }
 
@@ -127,7 +127,7 @@ fn cpu_options(d: &Document) -> Result<Options, ConfigError> {
 
 fn cpus(d: &Document, reserved: &Amounts) -> Result<Option<cpus::Rules>, ConfigError> {
     let options = cpu_options(d)?;
-    match named(d.managers.cpu_manager_policy.as_ref()) {
+    match non_empty(d.managers.cpu_manager_policy.as_ref()) {
         None | Some("none") if options == Options::default() => Ok(None),
         None | Some("none") => {
             let remedy =
@@ -140,7 +140,7 @@ fn cpus(d: &Document, reserved: &Amounts) -> Result<Option<cpus::Rules>, ConfigE
                 let remedy = "the static policy needs reserved CPUs: set reservedSystemCPUs, or a cpu of more than 0 in systemReserved or kubeReserved";
                 return Err(invalid("cpuManagerPolicy", "static", remedy));
             }
-            let list = named(d.reserved_system_cpus.as_ref());
+            let list = non_empty(d.reserved_system_cpus.as_ref());
             Ok(Some(cpus::Rules {
                 options,
                 reserved_milli,
@@ -171,7 +171,7 @@ fn memory(d: &Document) -> Result<Option<memory::Rules>, ConfigError> {
             }
         }
     }
-    match named(d.managers.memory_manager_policy.as_ref()) {
+    match non_empty(d.managers.memory_manager_policy.as_ref()) {
         None | Some("None") => Ok(None),
         Some("Static") => Ok(Some(memory::Rules { reserved })),
         Some(other) => Err(invalid("memoryManagerPolicy", other, "use None or Static")),
@@ -180,7 +180,7 @@ fn memory(d: &Document) -> Result<Option<memory::Rules>, ConfigError> {
 
 fn alignment(d: &Document) -> Result<Option<hints::Rules>, ConfigError> {
     let fields = &d.managers;
-    let scope = match named(fields.topology_manager_scope.as_ref()) {
+    let scope = match non_empty(fields.topology_manager_scope.as_ref()) {
         None | Some("container") => Scope::Container,
         Some("pod") => Scope::Pod,
         Some(other) => {
@@ -188,7 +188,7 @@ fn alignment(d: &Document) -> Result<Option<hints::Rules>, ConfigError> {
             return Err(invalid("topologyManagerScope", other, remedy));
         }
     };
-    let policy = match named(fields.topology_manager_policy.as_ref()) {
+    let policy = match non_empty(fields.topology_manager_policy.as_ref()) {
         None | Some("none") => return Ok(None),
         Some("best-effort") => Policy::BestEffort,
         Some("restricted") => Policy::Restricted,
@@ -202,16 +202,16 @@ fn alignment(d: &Document) -> Result<Option<hints::Rules>, ConfigError> {
         policy,
         scope,
         closest: false,
-        most_nodes: MOST_NODES,
+        max_nodes: DEFAULT_MAX_NODES,
     };
     for (name, text) in fields.topology_manager_policy_options.iter().flatten() {
         let field = format!("topologyManagerPolicyOptions.{name}");
         match name.as_str() {
             "prefer-closest-numa-nodes" => rules.closest = flag(&field, text)?,
             "max-allowable-numa-nodes" => {
-                let most = text.parse().ok().filter(|most| *most >= MOST_NODES);
-                let remedy = format!("use {MOST_NODES} or more");
-                rules.most_nodes = most.ok_or_else(|| invalid(&field, text, &remedy))?;
+                let most = text.parse().ok().filter(|most| *most >= DEFAULT_MAX_NODES);
+                let remedy = format!("use {DEFAULT_MAX_NODES} or more");
+                rules.max_nodes = most.ok_or_else(|| invalid(&field, text, &remedy))?;
             }
             _ => {
                 let remedy = "use prefer-closest-numa-nodes or max-allowable-numa-nodes";

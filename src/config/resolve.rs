@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::allocatable::{own_cgroups, reserved};
 use super::containers::{
-    cgroup_driver, ids_per_pod, limited_swap, logs, longest_back_off, quota_period, unsafe_sysctls,
+    cgroup_driver, ids_per_pod, limited_swap, logs, max_back_off, quota_period, unsafe_sysctls,
 };
 use super::document::{Document, NOT_HONOURED, WITHOUT_EFFECT};
 use super::eviction::eviction;
@@ -18,7 +18,7 @@ use super::{Config, ConfigError, Overrides};
 use super::{effective, logging, managers, serving, shutdown};
 use crate::core::node::addresses;
 use crate::core::node::collection::ContainerRules;
-use crate::core::node::features::{self, Objection};
+use crate::core::node::features::{self, SettingProblem};
 use crate::core::node::offline::OfflineStart;
 use crate::core::time::duration;
 
@@ -27,11 +27,11 @@ use crate::core::time::duration;
 fn gates(set: Option<&BTreeMap<String, bool>>) -> Result<Vec<String>, ConfigError> {
     let mut ignored = vec![];
     for (name, value) in set.into_iter().flatten() {
-        match features::object(name, *value) {
-            Some(Objection::Refused(remedy)) => {
+        match features::check_setting(name, *value) {
+            Some(SettingProblem::Refused(remedy)) => {
                 return Err(invalid(&format!("featureGates.{name}"), value, &remedy));
             }
-            Some(Objection::Ignored(why)) => ignored.push(why),
+            Some(SettingProblem::Ignored(why)) => ignored.push(why),
             None => {}
         }
     }
@@ -96,7 +96,7 @@ fn node_ips(flags: &Overrides) -> Result<(Vec<IpAddr>, bool), ConfigError> {
             .trim()
             .parse()
             .map_err(|_| invalid(field, text, remedy))?;
-        match addresses::objection(ip) {
+        match addresses::invalid_reason(ip) {
             Some(why) => Err(invalid(field, text, why)),
             None => Ok(ip),
         }
@@ -247,7 +247,7 @@ fn cluster_dns(document: &mut Document, flags: &Overrides) -> Vec<String> {
     given.or(document.cluster_dns.take()).unwrap_or_default()
 }
 
-fn named(text: Option<String>) -> Option<String> {
+fn non_empty(text: Option<String>) -> Option<String> {
     text.filter(|t| !t.is_empty())
 }
 
@@ -287,8 +287,8 @@ pub(super) fn resolve(
     let every = |field, text: &Option<String>, default| time(field, text.as_ref(), default);
     let (root_dir, cert_dir) = directories(flags);
     let endpoint = flags.runtime_endpoint.clone();
-    let endpoint = named(endpoint.or(d.container_runtime_endpoint.take()));
-    let static_pod_path = named(d.static_pod_path.take()).map(Into::into);
+    let endpoint = non_empty(endpoint.or(d.container_runtime_endpoint.take()));
+    let static_pod_path = non_empty(d.static_pod_path.take()).map(Into::into);
     let resolv_conf = d.resolv_conf.take();
     let cgroup_root = flags.cgroup_root.clone().or(d.cgroup_root.take());
     let domain = flags.cluster_domain.clone().or(d.cluster_domain.take());
@@ -308,13 +308,13 @@ pub(super) fn resolve(
         node_labels: node_labels(flags)?,
         register_node: flags.register_node.or(d.register_node).unwrap_or(true),
         register_with_taints: d.register_with_taints.take().unwrap_or_default(),
-        provider_id: named(d.provider_id.take()),
+        provider_id: non_empty(d.provider_id.take()),
         runtime_endpoint: endpoint
             .unwrap_or_else(|| "unix:///run/containerd/containerd.sock".into()),
-        image_endpoint: named(d.image_service_endpoint.take()),
+        image_endpoint: non_empty(d.image_service_endpoint.take()),
         runtime_timeout: every("runtimeRequestTimeout", &d.runtime_request_timeout, 120)?,
         static_pod_path: flags.static_pod_path.clone().or(static_pod_path),
-        static_pod_url: url("staticPodURL", named(d.static_pod_url.take()))?,
+        static_pod_url: url("staticPodURL", non_empty(d.static_pod_url.take()))?,
         static_pod_url_header: headers(d.static_pod_url_header.take()),
         http_check: every("httpCheckFrequency", &d.http_check_frequency, 20)?,
         file_check: every("fileCheckFrequency", &d.file_check_frequency, 20)?,
@@ -328,11 +328,11 @@ pub(super) fn resolve(
         lease_seconds: lease_seconds(&d)?,
         max_images: d.node_status_max_images.unwrap_or(50),
         own_cgroups: own_cgroups(&d, cgroup_root.as_deref())?,
-        cgroup_root: named(cgroup_root).unwrap_or_else(|| "/".into()),
+        cgroup_root: non_empty(cgroup_root).unwrap_or_else(|| "/".into()),
         systemd_cgroups: cgroup_driver(d.cgroup_driver.as_deref())?,
         max_pods: max_pods(&d, flags)?,
         pods_per_core: at_least_zero("podsPerCore", d.pods_per_core, 0)?.into(),
-        pod_cidr: named(d.pod_cidr.take()),
+        pod_cidr: non_empty(d.pod_cidr.take()),
         ephemeral_storage: d.local_storage_capacity_isolation.unwrap_or(true),
         oom_score_adj: oom_score_adj(&d)?,
         max_open_files: max_open_files(&d)?,
@@ -351,7 +351,7 @@ pub(super) fn resolve(
         dead_containers: dead_containers(flags)?,
         eviction,
         shutdown: shutdown::periods(&d)?,
-        max_backoff: longest_back_off(d.crash_loop_back_off.take())?,
+        max_backoff: max_back_off(d.crash_loop_back_off.take())?,
         pull_quota: pull_quota(&d)?,
         pull_verification: verification(&mut d)?,
         credential_providers: credential_providers(flags)?,

@@ -158,7 +158,7 @@ const SUITES: [&str; 6] = [
 ];
 
 /// Splits the requested cipher suites into supported and unsupported ones. Those of TLS 1.3 cannot be selected.
-fn cipher_suites(asked: &[String]) -> Result<(Vec<String>, Vec<String>), ConfigError> {
+fn cipher_suites(requested: &[String]) -> Result<(Vec<String>, Vec<String>), ConfigError> {
     let full = |name: &String| {
         if name.ends_with("_CHACHA20_POLY1305") {
             format!("{name}_SHA256")
@@ -166,21 +166,21 @@ fn cipher_suites(asked: &[String]) -> Result<(Vec<String>, Vec<String>), ConfigE
             name.clone()
         }
     };
-    let (spoken, unspoken): (Vec<String>, Vec<String>) = asked
+    let (supported, unsupported): (Vec<String>, Vec<String>) = requested
         .iter()
         .map(full)
         .partition(|name| SUITES.contains(&name.as_str()));
-    if let Some(name) = unspoken.iter().find(|name| !name.starts_with("TLS_")) {
+    if let Some(name) = unsupported.iter().find(|name| !name.starts_with("TLS_")) {
         return Err(invalid(
             "tlsCipherSuites",
             name,
             &format!("use some of {}", SUITES.join(", ")),
         ));
     }
-    if spoken.is_empty() && !unspoken.is_empty() {
+    if supported.is_empty() && !unsupported.is_empty() {
         return Err(invalid(
             "tlsCipherSuites",
-            unspoken.join(", "),
+            unsupported.join(", "),
             &format!(
                 "none of them is supported: use some of {}",
                 SUITES.join(", ")
@@ -188,8 +188,8 @@ fn cipher_suites(asked: &[String]) -> Result<(Vec<String>, Vec<String>), ConfigE
         ));
     }
     Ok((
-        spoken,
-        unspoken
+        supported,
+        unsupported
             .into_iter()
             .map(|name| format!("tlsCipherSuites: {name}"))
             .collect(),
@@ -206,39 +206,39 @@ const GROUPS: [(u16, &str); 5] = [
 ];
 
 /// Splits the requested key exchange groups into supported and unsupported ones.
-fn key_exchanges(asked: &[i64]) -> Result<(Vec<u16>, Vec<String>), ConfigError> {
+fn key_exchanges(requested: &[i64]) -> Result<(Vec<u16>, Vec<String>), ConfigError> {
     const FIELD: &str = "tlsCurvePreferences";
     let known = GROUPS.map(|(number, name)| format!("{number} ({name})"));
     let remedy = format!("use some of {}", known.join(", "));
-    let (mut spoken, mut unspoken) = (vec![], vec![]);
-    for (place, number) in asked.iter().enumerate() {
+    let (mut supported, mut unsupported) = (vec![], vec![]);
+    for (place, number) in requested.iter().enumerate() {
         let valid = u16::try_from(*number).ok().filter(|n| *n > 0);
         let Some(valid) = valid else {
             return Err(invalid(FIELD, number, &remedy));
         };
-        if asked[..place].contains(number) {
+        if requested[..place].contains(number) {
             return Err(invalid(FIELD, number, "list each group once"));
         }
         match GROUPS.iter().any(|(known, _)| *known == valid) {
-            true => spoken.push(valid),
-            false => unspoken.push(format!("{FIELD}: {number}")),
+            true => supported.push(valid),
+            false => unsupported.push(format!("{FIELD}: {number}")),
         }
     }
-    if spoken.is_empty() && !unspoken.is_empty() {
-        let all: Vec<String> = asked.iter().map(ToString::to_string).collect();
+    if supported.is_empty() && !unsupported.is_empty() {
+        let all: Vec<String> = requested.iter().map(ToString::to_string).collect();
         let remedy = format!("none of them is supported: {remedy}");
         return Err(invalid(FIELD, all.join(", "), &remedy));
     }
-    Ok((spoken, unspoken))
+    Ok((supported, unsupported))
 }
 
 /// Returns the TLS settings, and the requested values that are not supported.
 fn tls(fields: &Fields) -> Result<(Tls, Vec<String>), ConfigError> {
-    let (cipher_suites, mut unspoken) =
+    let (cipher_suites, mut unsupported) =
         cipher_suites(fields.tls_cipher_suites.as_deref().unwrap_or_default())?;
     let (key_exchanges, unknown) =
         key_exchanges(fields.tls_curve_preferences.as_deref().unwrap_or_default())?;
-    unspoken.extend(unknown);
+    unsupported.extend(unknown);
     let only_tls13 = match fields.tls_min_version.as_deref() {
         // Versions before 1.2 are never accepted.
         None | Some("" | "VersionTLS10" | "VersionTLS11" | "VersionTLS12") => false,
@@ -256,7 +256,7 @@ fn tls(fields: &Fields) -> Result<(Tls, Vec<String>), ConfigError> {
         cipher_suites,
         key_exchanges,
     };
-    Ok((tls, unspoken))
+    Ok((tls, unsupported))
 }
 
 /// Resolves the fields; also returns the values that are not honoured. Without a file, the kubelet's older and less
@@ -265,7 +265,7 @@ pub(super) fn resolve(
     fields: &Fields,
     from_file: bool,
 ) -> Result<(Serving, Vec<String>), ConfigError> {
-    let (tls, unspoken) = tls(fields)?;
+    let (tls, unsupported) = tls(fields)?;
     let host = address("address", fields.address.as_ref(), "0.0.0.0")?;
     let main = port("port", fields.port, 10250)?;
     if main == 0 {
@@ -355,7 +355,7 @@ pub(super) fn resolve(
         debug_flags: fields.enable_debug_flags_handler.unwrap_or(true),
         tls,
     };
-    Ok((serving, unspoken))
+    Ok((serving, unsupported))
 }
 
 #[cfg(test)]
@@ -411,19 +411,22 @@ mod tests {
         );
         assert_eq!(own.client_ca, Some("/ca".into()));
         let suites = "tlsMinVersion: VersionTLS13\ntlsCipherSuites: [TLS_RSA_WITH_AES_128_CBC_SHA, TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305]";
-        let (own, unspoken) = resolve(&serde_saphyr::from_str(suites).expect("YAML"), true)
+        let (own, unsupported) = resolve(&serde_saphyr::from_str(suites).expect("YAML"), true)
             .expect("a valid configuration");
         assert!(own.tls.only_tls13);
         assert_eq!(
             own.tls.cipher_suites,
             ["TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256"]
         );
-        assert_eq!(unspoken, ["tlsCipherSuites: TLS_RSA_WITH_AES_128_CBC_SHA"]);
+        assert_eq!(
+            unsupported,
+            ["tlsCipherSuites: TLS_RSA_WITH_AES_128_CBC_SHA"]
+        );
         let groups = "tlsCurvePreferences: [4588, 25, 23]";
-        let (own, unspoken) = resolve(&serde_saphyr::from_str(groups).expect("YAML"), true)
+        let (own, unsupported) = resolve(&serde_saphyr::from_str(groups).expect("YAML"), true)
             .expect("a valid configuration");
         assert_eq!(own.tls.key_exchanges, [4588, 23]);
-        assert_eq!(unspoken, ["tlsCurvePreferences: 25"]);
+        assert_eq!(unsupported, ["tlsCurvePreferences: 25"]);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::ConfigError;
 use super::document::Document;
 use super::values::{invalid, time};
-use crate::core::node::shutdown::{Periods, Statements};
+use crate::core::node::shutdown::{Periods, ShutdownSettings};
 
 /// The feature gates of these fields.
 const GATES: [&str; 2] = [
@@ -15,7 +15,7 @@ const GATES: [&str; 2] = [
 pub(super) fn periods(d: &Document) -> Result<Periods, ConfigError> {
     let every = |field, text: &Option<String>| time(field, text.as_ref(), 0);
     let critical = &d.shutdown_grace_period_critical_pods;
-    let statements = Statements {
+    let settings = ShutdownSettings {
         all: every("shutdownGracePeriod", &d.shutdown_grace_period)?,
         critical: every("shutdownGracePeriodCriticalPods", critical)?,
         by_priority: d
@@ -23,10 +23,10 @@ pub(super) fn periods(d: &Document) -> Result<Periods, ConfigError> {
             .clone()
             .unwrap_or_default(),
     };
-    let periods = Periods::new(&statements)
-        .map_err(|wrong| invalid(wrong.field, wrong.value, wrong.remedy))?;
+    let periods =
+        Periods::new(&settings).map_err(|wrong| invalid(wrong.field, wrong.value, wrong.remedy))?;
     let [simple, by_priority] = GATES;
-    let (gate, field) = match statements.by_priority.is_empty() {
+    let (gate, field) = match settings.by_priority.is_empty() {
         true => (simple, "shutdownGracePeriod"),
         false => (by_priority, "shutdownGracePeriodByPodPriority"),
     };

@@ -347,13 +347,13 @@ fn unknown_and_repeated_fields_are_ignored_and_reported() {
     let config = load_all(Some(&path), None, &Value::Null, &Overrides::default(), "h")
         .expect("read leniently");
     assert_eq!((config.max_pods, config.serving.tokens), (6, false));
-    let told = config.unread.join("\n");
+    let unread = config.unread.join("\n");
     for field in [
         "maxPods",
         "maxPodz: KubeletConfiguration v1beta1 has no such field",
         "authentication.x508",
     ] {
-        assert!(told.contains(field), "{field}: {told}");
+        assert!(unread.contains(field), "{field}: {unread}");
     }
 }
 
@@ -484,13 +484,13 @@ fn the_managers_settings_are_resolved() {
         (alignment.policy, alignment.scope),
         (Policy::Restricted, Scope::Pod)
     );
-    assert!(alignment.closest && alignment.most_nodes == 16);
+    assert!(alignment.closest && alignment.max_nodes == 16);
     assert_eq!(config.managers.reconcile.as_secs(), 5);
     assert!(
         !load("", &flags)
             .expect("a valid configuration")
             .managers
-            .bind()
+            .pins_containers()
     );
     let memory = with(
         "memoryManagerPolicy: Static\nreservedMemory: [{numaNode: 1, limits: {memory: 1Mi}}]\n",

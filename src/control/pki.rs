@@ -14,7 +14,7 @@ use rcgen::{
     Issuer, KeyPair, KeyUsagePurpose, PublicKeyData as _, SanType, SubjectPublicKeyInfo,
 };
 
-use crate::core::node::signing::{Asked, is_as_requested, pem};
+use crate::core::node::signing::{CsrRequest, check_issued, pem};
 
 /// Why certificates cannot be created or read.
 #[derive(Debug, thiserror::Error)]
@@ -162,7 +162,7 @@ impl Pki {
     /// Returns PEM, after comparing the certificate with the request.
     pub fn sign_request(
         &self,
-        asked: &Asked,
+        csr: &CsrRequest,
         client: bool,
         seconds: i64,
     ) -> Result<String, PkiError> {
@@ -170,17 +170,17 @@ impl Pki {
         params.distinguished_name = DistinguishedName::new();
         params
             .distinguished_name
-            .push(DnType::OrganizationName, asked.organization.as_str());
+            .push(DnType::OrganizationName, csr.organization.as_str());
         params
             .distinguished_name
-            .push(DnType::CommonName, asked.name.as_str());
-        for name in &asked.dns {
+            .push(DnType::CommonName, csr.name.as_str());
+        for name in &csr.dns {
             let name = name.as_str().try_into().map_err(|e| self.crypto(e))?;
             params.subject_alt_names.push(SanType::DnsName(name));
         }
         params
             .subject_alt_names
-            .extend(asked.addresses.iter().map(|a| SanType::IpAddress(*a)));
+            .extend(csr.addresses.iter().map(|a| SanType::IpAddress(*a)));
         params.is_ca = IsCa::ExplicitNoCa;
         params.key_usages = vec![
             KeyUsagePurpose::DigitalSignature,
@@ -199,11 +199,11 @@ impl Pki {
         let seconds = seconds.clamp(0, i64::from(i32::MAX));
         // The validity begins five minutes earlier, because clocks differ.
         (params.not_before, params.not_after) = (at(now - 300), at(now + seconds));
-        let key = SubjectPublicKeyInfo::from_der(&asked.key).map_err(|e| self.crypto(e))?;
+        let key = SubjectPublicKeyInfo::from_der(&csr.key).map_err(|e| self.crypto(e))?;
         let certificate = params
             .signed_by(&key, &self.issuer)
             .map_err(|e| self.crypto(e))?;
-        is_as_requested(certificate.der(), asked, client).map_err(PkiError::Differs)?;
+        check_issued(certificate.der(), csr, client).map_err(PkiError::Differs)?;
         Ok(certificate.pem())
     }
 
@@ -283,7 +283,7 @@ pub fn kubeconfig(server: &str, ca: &str, user: &str, pair: &Pair) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::node::signing::asked;
+    use crate::core::node::signing::parse_request;
 
     #[test]
     fn a_signed_certificate_equals_its_request() {
@@ -298,15 +298,15 @@ mod tests {
             .distinguished_name
             .push(DnType::CommonName, "system:node:n");
         let request = params.serialize_request(&key).expect("a request");
-        let asked = asked(request.der()).expect("plain");
+        let csr = parse_request(request.der()).expect("plain");
         let pem = pki
-            .sign_request(&asked, false, 600)
+            .sign_request(&csr, false, 600)
             .expect("signed and compared");
         let (_, block) = x509_parser::pem::parse_x509_pem(pem.as_bytes()).expect("PEM");
-        let differs = |change: &dyn Fn(&mut crate::core::node::signing::Asked), client| {
-            let mut other = asked.clone();
+        let differs = |change: &dyn Fn(&mut crate::core::node::signing::CsrRequest), client| {
+            let mut other = csr.clone();
             change(&mut other);
-            is_as_requested(&block.contents, &other, client).is_err()
+            check_issued(&block.contents, &other, client).is_err()
         };
         assert!(!differs(&|_| {}, false));
         assert!(
@@ -320,6 +320,6 @@ mod tests {
         ));
         assert!(differs(&|a| a.dns.clear(), false));
         assert!(differs(&|a| a.key = vec![], false));
-        assert!(pki.sign_request(&asked, true, i64::MAX).is_ok());
+        assert!(pki.sign_request(&csr, true, i64::MAX).is_ok());
     }
 }

@@ -14,17 +14,17 @@ use super::time;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Doubling {
     first: Duration,
-    most: Duration,
+    max: Duration,
     next: Duration,
 }
 
 impl Doubling {
-    /// Delays from `first` to `most`.
+    /// Delays from `first` to `max`.
     #[must_use]
-    pub const fn new(first: Duration, most: Duration) -> Doubling {
+    pub const fn new(first: Duration, max: Duration) -> Doubling {
         Doubling {
             first,
-            most,
+            max,
             next: first,
         }
     }
@@ -32,7 +32,7 @@ impl Doubling {
     /// The delay after another failure.
     pub fn pause(&mut self) -> Duration {
         let pause = self.next;
-        self.next = pause.saturating_mul(2).min(self.most);
+        self.next = pause.saturating_mul(2).min(self.max);
         pause
     }
 
@@ -40,7 +40,7 @@ impl Doubling {
     #[must_use]
     pub fn after(&self, failures: u32) -> Duration {
         let doublings = failures.saturating_sub(1).min(31);
-        self.first.saturating_mul(1 << doublings).min(self.most)
+        self.first.saturating_mul(1 << doublings).min(self.max)
     }
 
     /// Whether the next delay is the initial one.
@@ -51,8 +51,8 @@ impl Doubling {
 
     /// Whether the delay has reached the maximum.
     #[must_use]
-    pub fn is_longest(&self) -> bool {
-        self.next == self.most
+    pub fn is_at_maximum(&self) -> bool {
+        self.next == self.max
     }
 
     /// Resets the delay after a success.
@@ -61,8 +61,8 @@ impl Doubling {
     }
 }
 
-fn doubled(delay: SignedDuration, most: SignedDuration) -> SignedDuration {
-    delay.saturating_add(delay).min(most)
+fn doubled(delay: SignedDuration, max: SignedDuration) -> SignedDuration {
+    delay.saturating_add(delay).min(max)
 }
 
 const INITIAL: SignedDuration = SignedDuration::from_secs(10);
@@ -82,7 +82,7 @@ pub struct Backoff(BTreeMap<String, Entry>);
 
 /// A container that must not start yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Held {
+pub struct BackoffDelay {
     /// The complete delay.
     pub delay: SignedDuration,
     /// When the delay ends.
@@ -91,7 +91,7 @@ pub struct Held {
 
 impl Backoff {
     /// Adjusts all times after the clock was changed by this amount.
-    pub fn move_by(&mut self, by: SignedDuration) {
+    pub fn adjust_clock(&mut self, by: SignedDuration) {
         for entry in self.0.values_mut() {
             entry.updated = entry.updated.checked_add(by).unwrap_or(entry.updated);
         }
@@ -99,7 +99,12 @@ impl Backoff {
 
     /// Whether a container that exited at `finished` must wait at `now`. Does not count as a start.
     #[must_use]
-    pub fn held(&self, key: &str, finished: Timestamp, now: Timestamp) -> Option<Held> {
+    pub fn remaining(
+        &self,
+        key: &str,
+        finished: Timestamp,
+        now: Timestamp,
+    ) -> Option<BackoffDelay> {
         if finished > now {
             // The clock was set back since, so the time of the exit is unknown.
             return None;
@@ -108,7 +113,7 @@ impl Backoff {
             .0
             .get(key)
             .filter(|e| finished.duration_since(e.updated) <= EXPIRY)?;
-        (now.duration_since(finished) < entry.delay).then(|| Held {
+        (now.duration_since(finished) < entry.delay).then(|| BackoffDelay {
             delay: entry.delay,
             until: time::later(finished, entry.delay),
         })
@@ -122,7 +127,7 @@ impl Backoff {
         finished: Timestamp,
         now: Timestamp,
         maximum: SignedDuration,
-    ) -> Result<(), Held> {
+    ) -> Result<(), BackoffDelay> {
         let entry = self
             .0
             .get(key)
@@ -139,7 +144,7 @@ impl Backoff {
             return Ok(());
         };
         if finished <= now && now.duration_since(finished) < entry.delay {
-            return Err(Held {
+            return Err(BackoffDelay {
                 delay: entry.delay,
                 until: time::later(finished, entry.delay),
             });
@@ -172,7 +177,7 @@ pub struct PullBackoff(BTreeMap<(String, String), FailedPull>);
 impl PullBackoff {
     /// When the back-off of a pull ends, and the error of the last attempt; `None` if the pull may start.
     #[must_use]
-    pub fn held(&self, key: &(String, String), now: Timestamp) -> Option<(Timestamp, String)> {
+    pub fn remaining(&self, key: &(String, String), now: Timestamp) -> Option<(Timestamp, String)> {
         self.0
             .get(key)
             // A later end means that the clock was set back.
@@ -223,10 +228,13 @@ mod tests {
         let mut backoff = PullBackoff::default();
         let at = |s: i64| Timestamp::from_second(s).expect("a time");
         let key = ("uid".to_owned(), "image".to_owned());
-        assert_eq!(backoff.held(&key, at(0)), None);
+        assert_eq!(backoff.remaining(&key, at(0)), None);
         assert_eq!(backoff.failed(key.clone(), "first", at(0)), at(10));
-        assert_eq!(backoff.held(&key, at(9)), Some((at(10), "first".into())));
-        assert_eq!(backoff.held(&key, at(10)), None);
+        assert_eq!(
+            backoff.remaining(&key, at(9)),
+            Some((at(10), "first".into()))
+        );
+        assert_eq!(backoff.remaining(&key, at(10)), None);
         let delays: Vec<i64> = (0..6)
             .map(|n| backoff.failed(key.clone(), "again", at(n)).as_second() - n)
             .collect();
@@ -241,14 +249,14 @@ mod tests {
         let mut pulls = PullBackoff::default();
         let key = ("uid".to_owned(), "image".to_owned());
         pulls.failed(key.clone(), "failed", at(10_000));
-        assert_eq!(pulls.held(&key, at(6_400)), None);
+        assert_eq!(pulls.remaining(&key, at(6_400)), None);
         let mut backoff = Backoff::default();
         assert_eq!(backoff.start("c", at(10_000), at(10_000), MAXIMUM), Ok(()));
-        assert!(backoff.held("c", at(10_001), at(10_002)).is_some());
-        backoff.move_by(SignedDuration::from_secs(-3_600));
-        assert_eq!(backoff.held("c", at(10_001), at(6_402)), None);
+        assert!(backoff.remaining("c", at(10_001), at(10_002)).is_some());
+        backoff.adjust_clock(SignedDuration::from_secs(-3_600));
+        assert_eq!(backoff.remaining("c", at(10_001), at(6_402)), None);
         assert_eq!(backoff.start("c", at(10_001), at(6_402), MAXIMUM), Ok(()));
-        assert!(backoff.held("c", at(6_403), at(6_404)).is_some());
+        assert!(backoff.remaining("c", at(6_403), at(6_404)).is_some());
     }
 
     #[test]
@@ -260,10 +268,10 @@ mod tests {
             Ok(()),
             "the first restart is immediate"
         );
-        let held = backoff
+        let remaining = backoff
             .start("c", at(101), at(105), MAXIMUM)
             .expect_err("held");
-        assert_eq!((held.delay.as_secs(), held.until), (10, at(111)));
+        assert_eq!((remaining.delay.as_secs(), remaining.until), (10, at(111)));
         assert_eq!(backoff.start("c", at(101), at(111), MAXIMUM), Ok(()));
         assert_eq!(
             backoff

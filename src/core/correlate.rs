@@ -9,18 +9,18 @@ use jiff::{SignedDuration, Timestamp};
 use super::bucket::Bucket;
 
 /// Number of different messages with the same reason and object above which messages are merged.
-const SIMILAR: usize = 10;
+const MAX_SIMILAR: usize = 10;
 /// How long events count as similar.
 const WINDOW: SignedDuration = SignedDuration::from_mins(10);
 /// Burst of events per object and type, and the rate per second at which further events are allowed.
 const BURST: f64 = 25.0;
 const RATE: f64 = 1.0 / 300.0;
 /// Maximum number of entries per map.
-const REMEMBERED: usize = 4096;
+const MAX_ENTRIES: usize = 4096;
 
 /// An event to correlate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Said<'a> {
+pub struct PendingEvent<'a> {
     /// Identity of the object.
     pub object: &'a str,
     /// Field path of the part of the object; empty for the whole object.
@@ -46,8 +46,8 @@ fn key(parts: &[&str]) -> Key {
 
 /// How to handle an event.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Verdict {
-    /// Identity of the event for [`Correlator::posted`].
+pub struct Correlation {
+    /// Identity of the event for [`Correlator::record_posted`].
     pub key: Key,
     /// The message, merged if there are too many similar ones.
     pub message: String,
@@ -60,7 +60,7 @@ pub struct Verdict {
 #[derive(Debug)]
 struct Group {
     first: Key,
-    /// At most [`SIMILAR`] messages, in addition to the first.
+    /// At most [`MAX_SIMILAR`] messages, in addition to the first.
     others: Vec<Key>,
     last: Timestamp,
 }
@@ -77,10 +77,10 @@ impl Group {
     /// Adds a message if it is new and there is room; returns whether the group has too many messages.
     fn add(&mut self, message: Key) -> bool {
         let is_known = self.first == message || self.others.contains(&message);
-        if self.others.len() < SIMILAR && !is_known {
+        if self.others.len() < MAX_SIMILAR && !is_known {
             self.others.push(message);
         }
-        self.others.len() >= SIMILAR
+        self.others.len() >= MAX_SIMILAR
     }
 }
 
@@ -101,23 +101,29 @@ pub struct Correlator {
 }
 
 /// Removes old entries when the map is full, or all entries if none are old.
-fn bound<V>(map: &mut HashMap<Key, V>, now: Timestamp, last: impl Fn(&V) -> Timestamp) {
-    if map.len() >= REMEMBERED {
+fn evict_old<V>(map: &mut HashMap<Key, V>, now: Timestamp, last: impl Fn(&V) -> Timestamp) {
+    if map.len() >= MAX_ENTRIES {
         map.retain(|_, value| now.duration_since(last(value)) < WINDOW);
     }
-    if map.len() >= REMEMBERED {
+    if map.len() >= MAX_ENTRIES {
         map.clear();
     }
 }
 
 impl Correlator {
     /// Decides how to handle an event; `None` if the object has exceeded its limit.
-    pub fn decide(&mut self, said: Said<'_>, now: Timestamp) -> Option<Verdict> {
+    pub fn decide(&mut self, event: PendingEvent<'_>, now: Timestamp) -> Option<Correlation> {
         // All parts of an object share aggregation and limit (`EventAggregatorByReasonFunc`, `getSpamKey`).
-        let group_key = key(&[said.object, said.kind, said.reason]);
-        let own_key = key(&[said.object, said.part, said.kind, said.reason, said.message]);
-        let message_key = key(&[said.message]);
-        bound(&mut self.groups, now, |g| g.last);
+        let group_key = key(&[event.object, event.kind, event.reason]);
+        let own_key = key(&[
+            event.object,
+            event.part,
+            event.kind,
+            event.reason,
+            event.message,
+        ]);
+        let message_key = key(&[event.message]);
+        evict_old(&mut self.groups, now, |g| g.last);
         let new = || Group::new(message_key, now);
         let group = self.groups.entry(group_key).or_insert_with(new);
         if now.duration_since(group.last) > WINDOW {
@@ -125,14 +131,14 @@ impl Correlator {
         }
         group.last = now;
         let (key, message) = if group.add(message_key) {
-            let merged = format!("(combined from similar events): {}", said.message);
+            let merged = format!("(combined from similar events): {}", event.message);
             (group_key, merged)
         } else {
-            (own_key, said.message.to_owned())
+            (own_key, event.message.to_owned())
         };
-        bound(&mut self.buckets, now, Bucket::last);
+        evict_old(&mut self.buckets, now, Bucket::last);
         self.buckets
-            .entry(self::key(&[said.object, said.kind]))
+            .entry(self::key(&[event.object, event.kind]))
             .or_insert_with(|| Bucket::new(RATE, BURST, now))
             .take(now)
             .ok()?;
@@ -141,7 +147,7 @@ impl Correlator {
             known.last = now;
             (known.posted, known.count)
         });
-        Some(Verdict {
+        Some(Correlation {
             key,
             message,
             counted,
@@ -149,8 +155,8 @@ impl Correlator {
     }
 
     /// Records a new event that was posted with this count.
-    pub fn posted(&mut self, key: Key, now: Timestamp, count: i32) {
-        bound(&mut self.known, now, |k| k.last);
+    pub fn record_posted(&mut self, key: Key, now: Timestamp, count: i32) {
+        evict_old(&mut self.known, now, |k| k.last);
         self.known.insert(
             key,
             Known {
@@ -162,7 +168,7 @@ impl Correlator {
     }
 
     /// Removes an event that no longer exists in the API.
-    pub fn forget(&mut self, key: Key) {
+    pub fn remove(&mut self, key: Key) {
         self.known.remove(&key);
     }
 }
@@ -175,9 +181,9 @@ mod tests {
         Timestamp::from_second(s).expect("a time")
     }
 
-    fn say(correlator: &mut Correlator, message: &str, s: i64) -> Option<Verdict> {
-        let verdict = correlator.decide(
-            Said {
+    fn emit(correlator: &mut Correlator, message: &str, s: i64) -> Option<Correlation> {
+        let correlation = correlator.decide(
+            PendingEvent {
                 object: "pod",
                 part: "",
                 kind: "Warning",
@@ -186,37 +192,37 @@ mod tests {
             },
             at(s),
         )?;
-        if verdict.counted.is_none() {
-            correlator.posted(verdict.key, at(s), 1);
+        if correlation.counted.is_none() {
+            correlator.record_posted(correlation.key, at(s), 1);
         }
-        Some(verdict)
+        Some(correlation)
     }
 
     #[test]
     fn equal_events_are_counted_and_similar_events_are_combined() {
         let mut correlator = Correlator::default();
-        assert_eq!(say(&mut correlator, "a", 0).and_then(|v| v.counted), None);
+        assert_eq!(emit(&mut correlator, "a", 0).and_then(|v| v.counted), None);
         assert_eq!(
-            say(&mut correlator, "a", 1).and_then(|v| v.counted),
+            emit(&mut correlator, "a", 1).and_then(|v| v.counted),
             Some((at(0), 2))
         );
         for n in 2..11 {
             assert_eq!(
-                say(&mut correlator, &format!("m{n}"), n).map(|v| (v.message, v.counted)),
+                emit(&mut correlator, &format!("m{n}"), n).map(|v| (v.message, v.counted)),
                 Some((format!("m{n}"), None))
             );
         }
-        let merged = say(&mut correlator, "m11", 11).expect("posted");
+        let merged = emit(&mut correlator, "m11", 11).expect("posted");
         assert_eq!(
             (merged.message.as_str(), merged.counted),
             ("(combined from similar events): m11", None)
         );
         assert_eq!(
-            say(&mut correlator, "m12", 12).and_then(|v| v.counted),
+            emit(&mut correlator, "m12", 12).and_then(|v| v.counted),
             Some((at(11), 2))
         );
         assert_eq!(
-            say(&mut correlator, "m13", 5000)
+            emit(&mut correlator, "m13", 5000)
                 .map(|v| v.message)
                 .as_deref(),
             Some("m13"),
@@ -228,16 +234,16 @@ mod tests {
     fn an_object_with_excess_events_is_limited_and_others_are_not() {
         let mut correlator = Correlator::default();
         let posted = (0..100)
-            .filter(|_| say(&mut correlator, "x", 0).is_some())
+            .filter(|_| emit(&mut correlator, "x", 0).is_some())
             .count();
         assert_eq!(posted, 25);
         assert!(
-            say(&mut correlator, "x", 299).is_none() && say(&mut correlator, "x", 301).is_some()
+            emit(&mut correlator, "x", 299).is_none() && emit(&mut correlator, "x", 301).is_some()
         );
         assert!(
             correlator
                 .decide(
-                    Said {
+                    PendingEvent {
                         object: "other",
                         part: "",
                         kind: "Warning",
@@ -258,14 +264,14 @@ mod tests {
             let mut posted = 0;
             for n in 0..100 {
                 let (part, message) = (format!("spec.containers{{c{}}}", n % 10), n.to_string());
-                let said = Said {
+                let event = PendingEvent {
                     object: "pod",
                     part: &part,
                     kind,
                     reason: &message,
                     message: &message,
                 };
-                posted += usize::from(correlator.decide(said, at(0)).is_some());
+                posted += usize::from(correlator.decide(event, at(0)).is_some());
             }
             assert_eq!(posted, 25, "{kind}");
         }
@@ -276,8 +282,8 @@ mod tests {
         let mut correlator = Correlator::default();
         for n in 0..20_000 {
             let about = format!("pod{n}");
-            if let Some(verdict) = correlator.decide(
-                Said {
+            if let Some(correlation) = correlator.decide(
+                PendingEvent {
                     object: &about,
                     part: "",
                     kind: "Warning",
@@ -286,13 +292,13 @@ mod tests {
                 },
                 at(n),
             ) {
-                correlator.posted(verdict.key, at(n), 1);
+                correlator.record_posted(correlation.key, at(n), 1);
             }
         }
         assert!(
-            correlator.groups.len() <= REMEMBERED
-                && correlator.buckets.len() <= REMEMBERED
-                && correlator.known.len() <= REMEMBERED
+            correlator.groups.len() <= MAX_ENTRIES
+                && correlator.buckets.len() <= MAX_ENTRIES
+                && correlator.known.len() <= MAX_ENTRIES
         );
     }
 }

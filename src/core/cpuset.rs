@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 pub type CpuSet = BTreeSet<u32>;
 
 /// Highest number in a list, which bounds the memory for lists read from files.
-const HIGHEST: u32 = 65_535;
+const MAX_CPU_NUMBER: u32 = 65_535;
 
 /// Parses a list such as `0-3,8`; `None` if it is malformed. An empty text is the empty set.
 #[must_use]
@@ -19,7 +19,7 @@ pub fn parse_list(text: &str) -> Option<CpuSet> {
     for part in text.split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let (first, last): (u32, u32) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
-        if first > last || last > HIGHEST {
+        if first > last || last > MAX_CPU_NUMBER {
             return None;
         }
         set.extend(first..=last);
@@ -29,7 +29,7 @@ pub fn parse_list(text: &str) -> Option<CpuSet> {
 
 /// Formats a set as a list such as `0-3,8`.
 #[must_use]
-pub fn list(set: &CpuSet) -> String {
+pub fn format_list(set: &CpuSet) -> String {
     let mut ranges: Vec<(u32, u32)> = vec![];
     for &cpu in set {
         match ranges.last_mut() {
@@ -61,7 +61,7 @@ mod tests {
             ("1,", None),
             ("0-4000000000", None),
         ] {
-            let read = parse_list(text).map(|set| list(&set));
+            let read = parse_list(text).map(|set| format_list(&set));
             assert_eq!(read.as_deref(), canonical, "{text:?}");
         }
     }

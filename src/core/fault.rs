@@ -10,7 +10,8 @@ pub enum Class {
     #[default]
     RetryLater,
     /// A required object or the runtime is missing: retry when it changes, and after a delay.
-    WaitForNews,
+    #[serde(rename = "WaitForNews")]
+    WaitForChange,
     /// Cannot succeed with the present pod: retry when the pod changes, and after increasing delays.
     Final,
 }
@@ -35,7 +36,7 @@ impl Fault {
     /// A referenced object, key or file does not exist.
     #[must_use]
     pub fn missing(message: impl Into<String>) -> Fault {
-        Fault::new(Class::WaitForNews, message)
+        Fault::new(Class::WaitForChange, message)
     }
 
     /// The spec is contradictory, or requires features that this node lacks.
@@ -51,7 +52,7 @@ impl Fault {
 
     /// Prefixes the message.
     #[must_use]
-    pub fn within(self, what: &str) -> Fault {
+    pub fn context(self, what: &str) -> Fault {
         let message = format!("{what}: {}", self.message);
         Fault { message, ..self }
     }

@@ -9,7 +9,7 @@ use std::str::FromStr;
 const NANO: i128 = 1_000_000_000;
 /// Maximum magnitude in billionths: 2^63-1 units. Larger numbers are capped (`ParseQuantity` in
 /// `staging/src/k8s.io/apimachinery/pkg/api/resource/quantity.go`).
-const LARGEST: i128 = i64::MAX as i128 * NANO;
+const MAX_NANO: i128 = i64::MAX as i128 * NANO;
 
 /// An exact amount in billionths of a unit. Comparison uses only the amount; the suffix family of the parsed text is
 /// kept for formatting.
@@ -197,7 +197,7 @@ impl FromStr for Quantity {
             numerator.saturating_mul(of_fraction),
             places.saturating_mul(divisor),
         );
-        let magnitude = whole.saturating_add(fraction).min(LARGEST);
+        let magnitude = whole.saturating_add(fraction).min(MAX_NANO);
         Ok(Quantity {
             nanos: if negative {
                 magnitude.saturating_neg()

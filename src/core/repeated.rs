@@ -11,7 +11,7 @@ use super::digest::Fnv64;
 use super::varying::masked;
 
 /// Delays after a logged failure before a repetition is logged.
-const PAUSES: Doubling = Doubling::new(Duration::from_secs(60), Duration::from_secs(3600));
+const LOG_INTERVALS: Doubling = Doubling::new(Duration::from_secs(60), Duration::from_secs(3600));
 /// Maximum number of remembered failures; beyond it, the failure with the oldest log entry is forgotten.
 const MAX_REMEMBERED: usize = 1024;
 
@@ -48,7 +48,7 @@ impl<K: Ord + Clone> RepeatedFailures<K> {
         let (times, unlogged) = match known {
             None => (1, 0),
             Some(known) => {
-                let pause = SignedDuration::try_from(PAUSES.after(known.times));
+                let pause = SignedDuration::try_from(LOG_INTERVALS.after(known.times));
                 let pause = pause.unwrap_or(SignedDuration::MAX);
                 if now.duration_since(known.at) < pause {
                     known.unlogged = known.unlogged.saturating_add(1);

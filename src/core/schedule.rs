@@ -8,7 +8,7 @@ use jiff::tz::TimeZone;
 use jiff::{SignedDuration, Timestamp, ToSpan as _, Unit, Zoned};
 
 /// How many years to search for the next time. A schedule may match no day, such as 31 February.
-const YEARS: i16 = 5;
+const MAX_YEARS_AHEAD: i16 = 5;
 
 /// A field: the matching values as bits, and whether the field was written as a wildcard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -197,7 +197,7 @@ impl Fields {
     fn next(&self, after: Timestamp, zone: &TimeZone) -> Option<Timestamp> {
         let mut at = after.to_zoned(zone.clone());
         at = begin(&at, Unit::Minute)?.checked_add(1.minute()).ok()?;
-        let last = at.year().saturating_add(YEARS);
+        let last = at.year().saturating_add(MAX_YEARS_AHEAD);
         while at.year() <= last {
             if !self.month.has(at.month()) {
                 let next = at.first_of_month().ok()?.checked_add(1.month()).ok()?;

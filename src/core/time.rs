@@ -41,7 +41,7 @@ pub fn in_seconds(at: Timestamp, seconds: i64) -> Timestamp {
 }
 
 /// Go's maximum duration, about 292 years. Go rejects longer ones too.
-const LONGEST: Duration = Duration::from_nanos(i64::MAX.unsigned_abs());
+const MAX_DURATION: Duration = Duration::from_nanos(i64::MAX.unsigned_abs());
 
 /// Parses a Go duration such as `1m30s` or `100ms`.
 #[must_use]
@@ -73,7 +73,7 @@ pub fn duration(text: &str) -> Option<Duration> {
     (!text.is_empty())
         .then(|| Duration::try_from_secs_f64(total).ok())
         .flatten()
-        .filter(|duration| *duration <= LONGEST)
+        .filter(|duration| *duration <= MAX_DURATION)
 }
 
 /// Formats a duration in whole seconds as Go does: `10s`, `2m40s`, `1h0m0s`.

@@ -62,7 +62,7 @@ impl RuntimeError {
     /// Decides the retry: all pods are notified when the runtime is available again.
     fn class(&self) -> Class {
         match self.kind {
-            RuntimeErrorKind::Unavailable => Class::WaitForNews,
+            RuntimeErrorKind::Unavailable => Class::WaitForChange,
             _ => Class::RetryLater,
         }
     }

@@ -12,9 +12,9 @@ use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
 use super::{PluginError, channel, within};
-use crate::core::node::claims::Named;
+use crate::core::node::claims::ClaimId;
 use crate::core::node::claims::checkpoint::Device;
-use crate::core::node::claims::health::Said;
+use crate::core::node::claims::health::DeviceReport;
 use crate::core::pod::status::devices::Health;
 
 /// Timeout of a call; the kubelet's value.
@@ -66,14 +66,14 @@ impl From<Status> for Unheard {
     }
 }
 
-fn said(device: dra_health::DeviceHealth) -> Said {
+fn said(device: dra_health::DeviceHealth) -> DeviceReport {
     let health = match device.health() {
         dra_health::HealthStatus::Healthy => Health::Healthy,
         dra_health::HealthStatus::Unhealthy => Health::Unhealthy,
         dra_health::HealthStatus::Unknown => Health::Unknown,
     };
     let named = device.device.unwrap_or_default();
-    Said {
+    DeviceReport {
         pool: named.pool_name,
         device: named.device_name,
         health,
@@ -88,7 +88,7 @@ impl HealthStream {
     /// # Errors
     ///
     /// Fails if the driver does not report health, or if the stream has broken off.
-    pub async fn next(&mut self) -> Result<Option<Vec<Said>>, Unheard> {
+    pub async fn next(&mut self) -> Result<Option<Vec<DeviceReport>>, Unheard> {
         let message = self.0.message().await?;
         Ok(message.map(|m| m.devices.into_iter().map(said).collect()))
     }
@@ -108,8 +108,8 @@ fn list(items: Vec<String>) -> Option<Vec<String>> {
 
 macro_rules! version {
     ($module:ident, $prepared:ident, $claims:ident, $share:expr) => {
-        fn $claims(claims: &[Named]) -> Vec<$module::Claim> {
-            let claim = |claim: &Named| $module::Claim {
+        fn $claims(claims: &[ClaimId]) -> Vec<$module::Claim> {
+            let claim = |claim: &ClaimId| $module::Claim {
                 namespace: claim.namespace.clone(),
                 uid: claim.uid.clone(),
                 name: claim.name.clone(),
@@ -192,7 +192,7 @@ impl Driver {
     }
 
     /// Prepares claims. Idempotent.
-    pub async fn prepare(&self, asked: &[Named]) -> Result<Answers<Vec<Device>>, PluginError> {
+    pub async fn prepare(&self, asked: &[ClaimId]) -> Result<Answers<Vec<Device>>, PluginError> {
         let begun = Instant::now();
         let answer = match self.client.clone() {
             Client::V1(mut client) => {
@@ -224,7 +224,7 @@ impl Driver {
     }
 
     /// Unprepares claims. Idempotent.
-    pub async fn give_back(&self, asked: &[Named]) -> Result<Answers<()>, PluginError> {
+    pub async fn give_back(&self, asked: &[ClaimId]) -> Result<Answers<()>, PluginError> {
         let begun = Instant::now();
         let answer: Result<Answers<()>, Failure> = match self.client.clone() {
             Client::V1(mut client) => {

@@ -18,7 +18,7 @@ use pb::device_plugin_client::DevicePluginClient;
 use tonic::transport::Channel;
 use tonic::{Request, Status, Streaming};
 
-use crate::core::node::devices::{Device, Offer};
+use crate::core::node::devices::{Device, PreferenceRequest};
 pub use server::{PodResources, Register, Registration, serve_pod_resources, serve_registration};
 
 /// The version of the protocol.
@@ -98,7 +98,7 @@ async fn within<T, A>(
     request.set_timeout(deadline);
     match tokio::time::timeout(deadline, call(request)).await {
         Ok(answer) => Ok(answer?.into_inner()),
-        Err(_) => Err(Failure::late()),
+        Err(_) => Err(Failure::timed_out()),
     }
 }
 
@@ -128,12 +128,12 @@ impl Plugin {
     }
 
     /// Returns the devices that the plugin prefers.
-    pub async fn preferred(&self, offer: Offer) -> Result<Vec<String>, PluginError> {
+    pub async fn preferred(&self, request: PreferenceRequest) -> Result<Vec<String>, PluginError> {
         let request = pb::PreferredAllocationRequest {
             container_requests: vec![pb::ContainerPreferredAllocationRequest {
-                available_device_i_ds: offer.available.into_iter().collect(),
-                must_include_device_i_ds: offer.must_include.into_iter().collect(),
-                allocation_size: i32::try_from(offer.size).unwrap_or(i32::MAX),
+                available_device_i_ds: request.available.into_iter().collect(),
+                must_include_device_i_ds: request.must_include.into_iter().collect(),
+                allocation_size: i32::try_from(request.size).unwrap_or(i32::MAX),
             }],
         };
         let mut client = self.0.clone();

@@ -397,7 +397,7 @@ where
                 let kind = K::kind(&K::DynamicType::default()).into_owned();
                 tracing::debug!(%failure, kind, "watch interrupted, resuming");
                 // A refusal is expected for a while: an apiserver that has just started has not loaded its roles yet.
-                let lasts = pauses.is_longest() && matches!(failure, ApiFailure::Forbidden(_));
+                let lasts = pauses.is_at_maximum() && matches!(failure, ApiFailure::Forbidden(_));
                 if lasts && !std::mem::replace(&mut refused, true) {
                     tracing::warn!(%failure, kind, "the apiserver forbids this node to watch a kind that it needs; retrying");
                 }

@@ -8,7 +8,7 @@ use netlink_packet_route::route::{RouteAttribute, RouteHeader, RouteMessage, Rou
 use rtnetlink::{Handle, RouteMessageBuilder};
 
 use super::failure::{HostError, doing};
-use crate::core::node::addresses::Machine;
+use crate::core::node::addresses::MachineAddresses;
 
 impl From<rtnetlink::Error> for HostError {
     fn from(error: rtnetlink::Error) -> HostError {
@@ -17,7 +17,7 @@ impl From<rtnetlink::Error> for HostError {
 }
 
 /// Reads all addresses and the interfaces of the default routes.
-pub async fn read() -> Result<Machine, HostError> {
+pub async fn read() -> Result<MachineAddresses, HostError> {
     const WHAT: &str = "reading the machine's addresses from the kernel failed";
     let (connection, handle, _) = rtnetlink::new_connection().map_err(doing(WHAT))?;
     let task = tokio::spawn(connection);
@@ -53,13 +53,13 @@ async fn default_routes(handle: &Handle, query: RouteMessage) -> Vec<u32> {
     found
 }
 
-async fn query(handle: &Handle) -> Result<Machine, rtnetlink::Error> {
-    let default = [
+async fn query(handle: &Handle) -> Result<MachineAddresses, rtnetlink::Error> {
+    let default_routes = [
         default_routes(handle, RouteMessageBuilder::<Ipv4Addr>::new().build()).await,
         default_routes(handle, RouteMessageBuilder::<Ipv6Addr>::new().build()).await,
     ];
     let messages: Vec<_> = handle.address().get().execute().try_collect().await?;
-    let held = messages.iter().filter_map(|m| {
+    let addresses = messages.iter().filter_map(|m| {
         // Such an address must not, or no longer, be published.
         let passing = AddressHeaderFlags::Tentative
             | AddressHeaderFlags::Deprecated
@@ -75,9 +75,9 @@ async fn query(handle: &Handle) -> Result<Machine, rtnetlink::Error> {
         let temporary = address.is_ipv6() && m.header.flags.contains(AddressHeaderFlags::Secondary);
         (!temporary).then_some((m.header.index, address))
     });
-    Ok(Machine {
-        held: held.collect(),
-        default,
+    Ok(MachineAddresses {
+        addresses: addresses.collect(),
+        default_routes,
     })
 }
 

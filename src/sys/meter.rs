@@ -311,7 +311,7 @@ pub fn machine(depth: Depth, root: &str) -> Whole {
             rss: of("AnonPages"),
             cache: of("Cached"),
             mapped: of("Mapped"),
-            file: (of("Active(file)"), of("Inactive(file)")),
+            file_pages: (of("Active(file)"), of("Inactive(file)")),
             kernel: of("Slab") + of("KernelStack") + of("PageTables"),
             swap: of("SwapTotal").saturating_sub(of("SwapFree")),
             limit: Some(of("MemTotal")),

@@ -43,7 +43,7 @@ impl Machine {
     /// Detects this machine. `systemd` is the agent's cgroup driver, because agent and containerd must use the same
     /// one.
     #[must_use]
-    pub fn here(systemd: bool) -> Machine {
+    pub fn detect(systemd: bool) -> Machine {
         Machine {
             systemd,
             selinux: machine::has_selinux(),
@@ -79,7 +79,7 @@ pub fn config(settings: &Settings, machine: Machine) -> String {
 
 /// Refuses a runtime that has pods of another kubelet: two agents on one runtime would stop each other's pods. A pod of
 /// ours has a directory below `agent`.
-pub async fn refuse_of_another(endpoint: &str, agent: &Path) -> anyhow::Result<()> {
+pub async fn reject_foreign_pods(endpoint: &str, agent: &Path) -> anyhow::Result<()> {
     let runtime =
         CriClient::new(endpoint, Duration::from_secs(10), None).map_err(anyhow::Error::msg)?;
     let listed = runtime.list().await;

@@ -199,13 +199,13 @@ mod tests {
             std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755))
                 .expect("executable");
             // Until a child of another test calls exec, it keeps this file open for writing, too.
-            let begun = std::time::Instant::now();
+            let began = std::time::Instant::now();
             let mut child = loop {
                 let mut command = std::process::Command::new(&file);
                 match command.arg("0").stdout(std::process::Stdio::null()).spawn() {
                     Err(error)
                         if error.kind() == std::io::ErrorKind::ExecutableFileBusy
-                            && begun.elapsed().as_secs() < 60 => {}
+                            && began.elapsed().as_secs() < 60 => {}
                     started => break started.expect("started"),
                 }
             };

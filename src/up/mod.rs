@@ -16,7 +16,7 @@ use anyhow::{Context as _, bail};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::NodeCondition;
 use kube::ResourceExt as _;
-use process::Part;
+use process::Component;
 use progress::Progress;
 pub use settings::{Dirs, Settings};
 
@@ -31,18 +31,18 @@ use crate::sys::systemd::Slices;
 pub const SERVICE_RANGE: &str = "10.96.0.0/16";
 
 /// The names of the processes.
-const PARTS: [&str; 3] = ["containerd", "control-plane", "agent"];
+const COMPONENTS: [&str; 3] = ["containerd", "control-plane", "agent"];
 
-struct Parts {
-    containerd: Part,
-    control: Part,
-    agent: Part,
+struct Components {
+    containerd: Component,
+    control: Component,
+    agent: Component,
 }
 
-fn parts(dirs: &Dirs) -> Parts {
-    let part = |name| Part::new(name, &dirs.run, &dirs.logs);
-    let [containerd, control, agent] = PARTS.map(part);
-    Parts {
+fn components(dirs: &Dirs) -> Components {
+    let component = |name| Component::new(name, &dirs.run, &dirs.logs);
+    let [containerd, control, agent] = COMPONENTS.map(component);
+    Components {
         containerd,
         control,
         agent,
@@ -58,7 +58,7 @@ fn require_root(command: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Starts every part that does not run yet, and waits until the node is ready.
+/// Starts every component that does not run yet, and waits until the node is ready.
 pub async fn up(settings: &Settings) -> anyhow::Result<()> {
     require_root("up")?;
     let dirs = &settings.dirs;
@@ -70,49 +70,49 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
         &dirs.data,
         std::os::unix::fs::PermissionsExt::from_mode(0o700),
     )?;
-    let parts = parts(dirs);
-    refuse_changes(settings, &parts)?;
+    let components = components(dirs);
+    reject_changes(settings, &components)?;
     let mut progress = Progress::new();
     let endpoint = settings.endpoint();
 
     progress.step("containerd");
     let private = settings.containerd_endpoint.is_none();
     if private {
-        start_containerd(settings, &parts.containerd)?;
+        start_containerd(settings, &components.containerd)?;
     }
-    let alive = || !private || parts.containerd.pid().is_some();
+    let alive = || !private || components.containerd.pid().is_some();
     let runtime = containerd::wait_ready(&endpoint, Duration::from_secs(30), alive)
         .await
-        .with_context(|| hint(&parts.containerd, private))?;
+        .with_context(|| startup_hint(&components.containerd, private))?;
 
     if !private {
-        containerd::refuse_of_another(&endpoint, &dirs.agent()).await?;
+        containerd::reject_foreign_pods(&endpoint, &dirs.agent()).await?;
     }
     progress.step("bundled images");
     containerd::import_images(settings, &endpoint)?;
 
     progress.step("control plane");
-    let (client, told) = match &settings.join {
+    let (client, description) = match &settings.join {
         Some(kubeconfig) => join(dirs, kubeconfig).await?,
         None => {
-            let started = start_control_plane(settings, &parts.control)?;
-            let client = wait_api(settings, &parts.control, started).await?;
+            let started = start_control_plane(settings, &components.control)?;
+            let client = wait_api(settings, &components.control, started).await?;
             (client, own_api(settings))
         }
     };
 
     progress.step("agent");
-    let started = start_agent(settings, &parts.agent, &endpoint)?;
-    let node = wait_node(&client, &settings.node_name, &parts.agent, started).await?;
+    let started = start_agent(settings, &components.agent, &endpoint)?;
+    let node = wait_node(&client, &settings.node_name, &components.agent, started).await?;
     progress.done();
 
-    println!("Holdfast is running: node {node} is Ready on {runtime}, {told}");
+    println!("Holdfast is running: node {node} is Ready on {runtime}, {description}");
     Ok(())
 }
 
 /// Refuses values that a running cluster does not have: its files would no longer describe it.
-fn refuse_changes(settings: &Settings, parts: &Parts) -> anyhow::Result<()> {
-    let refuse = |flag: &str, is: String, wanted: String| -> anyhow::Result<()> {
+fn reject_changes(settings: &Settings, components: &Components) -> anyhow::Result<()> {
+    let reject = |flag: &str, is: String, wanted: String| -> anyhow::Result<()> {
         if is == wanted {
             return Ok(());
         }
@@ -121,13 +121,13 @@ fn refuse_changes(settings: &Settings, parts: &Parts) -> anyhow::Result<()> {
             "{flag}: {wanted} is invalid: the running cluster {name} has {is}; use {flag} {is}, or stop the cluster first (holdfast down --name {name})"
         );
     };
-    if let Some(port) = parts.control.argument("--api-port") {
-        refuse("--api-port", port, settings.api_port.to_string())?;
+    if let Some(port) = components.control.argument("--api-port") {
+        reject("--api-port", port, settings.api_port.to_string())?;
     }
-    if parts.containerd.pid().is_some()
+    if components.containerd.pid().is_some()
         && let Some(range) = containerd::pod_range(settings)
     {
-        refuse("--pod-cidr", range, settings.pod_cidr.to_string())?;
+        reject("--pod-cidr", range, settings.pod_cidr.to_string())?;
     }
     Ok(())
 }
@@ -148,16 +148,16 @@ fn own_api(settings: &Settings) -> String {
 /// client, and a description of the control plane.
 async fn join(dirs: &Dirs, kubeconfig: &Path) -> anyhow::Result<(kube::Client, String)> {
     let shown = kubeconfig.display();
-    let there = fs::canonicalize(kubeconfig)
+    let absolute = fs::canonicalize(kubeconfig)
         .with_context(|| format!("--join: the kubeconfig {shown} cannot be read"))?;
     let (pki, link) = (dirs.agent().join("pki"), dirs.agent().join("kubeconfig"));
     fs::create_dir_all(&pki)?;
-    let authority = crate::kubeapi::client::authority(&there).await?;
+    let authority = crate::kubeapi::client::authority(&absolute).await?;
     crate::sys::file::replace(&pki.join("ca.crt"), &authority)?;
     // A link, because the file is replaced when the node's certificate is renewed.
     match fs::remove_file(&link) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
-        _ => std::os::unix::fs::symlink(&there, &link)?,
+        _ => std::os::unix::fs::symlink(&absolute, &link)?,
     }
     let client = crate::kubeapi::client::connect(&link).await?;
     let version = client.apiserver_version().await.map_err(|e| {
@@ -170,21 +170,21 @@ async fn join(dirs: &Dirs, kubeconfig: &Path) -> anyhow::Result<(kube::Client, S
     ))
 }
 
-fn hint(part: &Part, ours: bool) -> String {
-    if ours {
+fn startup_hint(component: &Component, is_private: bool) -> String {
+    if is_private {
         format!(
             "{} did not start; its log is {}\n{}",
-            part.name,
-            part.log.display(),
-            part.last_words()
+            component.name,
+            component.log.display(),
+            component.log_tail()
         )
     } else {
         "check that containerd runs at --containerd-endpoint".into()
     }
 }
 
-fn start_containerd(settings: &Settings, part: &Part) -> anyhow::Result<()> {
-    if part.pid().is_some() {
+fn start_containerd(settings: &Settings, component: &Component) -> anyhow::Result<()> {
+    if component.pid().is_some() {
         // containerd reloads the network's file when it changes. Without the file, no pod starts or stops.
         return containerd::write_network(settings);
     }
@@ -197,22 +197,23 @@ fn start_containerd(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     let systemd = own_fields(settings)?.is_some_and(|own| own["cgroupDriver"] == "systemd");
     fs::write(
         &config,
-        containerd::config(settings, containerd::Machine::here(systemd)),
+        containerd::config(settings, containerd::Machine::detect(systemd)),
     )?;
-    part.start(
-        &program,
-        &[
-            "--config".into(),
-            config.display().to_string(),
-            "--log-level".into(),
-            "warn".into(),
-        ],
-    )
-    .map(drop)
+    component
+        .start(
+            &program,
+            &[
+                "--config".into(),
+                config.display().to_string(),
+                "--log-level".into(),
+                "warn".into(),
+            ],
+        )
+        .map(drop)
 }
 
 /// Starts the control plane unless it runs. Returns whether it was started.
-fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<bool> {
+fn start_control_plane(settings: &Settings, component: &Component) -> anyhow::Result<bool> {
     let dir = settings.dirs.data.join("control");
     let pki = Pki::open(&dir.join("pki"))?;
     let server = format!("https://127.0.0.1:{}", settings.api_port);
@@ -241,7 +242,7 @@ fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<bool>
     crate::sys::file::replace(&certs.join("ca.crt"), pki.ca.as_bytes())?;
     crate::sys::file::replace(&certs.join("serving.key"), serving.key.as_bytes())?;
     crate::sys::file::replace(&certs.join("serving.crt"), serving.certificate.as_bytes())?;
-    if part.runs_supervised() {
+    if component.runs_supervised() {
         return Ok(false);
     }
     let own = std::env::current_exe()?;
@@ -253,10 +254,14 @@ fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<bool>
     ];
     let more = settings.api_bind_addresses.iter();
     arguments.extend(more.map(|address| format!("--bind-address={address}")));
-    part.start_supervised(&own, &arguments)
+    component.start_supervised(&own, &arguments)
 }
 
-async fn wait_api(settings: &Settings, part: &Part, started: bool) -> anyhow::Result<kube::Client> {
+async fn wait_api(
+    settings: &Settings,
+    component: &Component,
+    started: bool,
+) -> anyhow::Result<kube::Client> {
     let client = crate::kubeapi::client::connect(&settings.dirs.kubeconfig()).await?;
     let deadline = tokio::time::Instant::now() + Duration::from_secs(30);
     loop {
@@ -264,12 +269,12 @@ async fn wait_api(settings: &Settings, part: &Part, started: bool) -> anyhow::Re
             Ok(_) => return Ok(client),
             Err(error) => crate::kubeapi::client::chain(&error),
         };
-        if part.is_lost(started) || tokio::time::Instant::now() > deadline {
-            give_up(part, started)?;
+        if component.has_stopped_for_good(started) || tokio::time::Instant::now() > deadline {
+            stop_restarts(component, started)?;
             bail!(
                 "the control plane did not start ({error}); its log is {}\n{}",
-                part.log.display(),
-                part.last_words()
+                component.log.display(),
+                component.log_tail()
             );
         }
         tokio::time::sleep(Duration::from_millis(30)).await;
@@ -277,8 +282,8 @@ async fn wait_api(settings: &Settings, part: &Part, started: bool) -> anyhow::Re
 }
 
 /// Starts the agent unless it runs. Returns whether it was started.
-fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Result<bool> {
-    if part.runs_supervised() {
+fn start_agent(settings: &Settings, component: &Component, endpoint: &str) -> anyhow::Result<bool> {
+    if component.runs_supervised() {
         return Ok(false);
     }
     let root = settings.dirs.agent();
@@ -325,7 +330,7 @@ fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Resu
         // No other node could run the pods meanwhile.
         arguments.push("--offline-start=always".into());
     }
-    part.start_supervised(&own, &arguments)
+    component.start_supervised(&own, &arguments)
 }
 
 /// Reads the fields of the user's own configuration of the agent.
@@ -344,11 +349,11 @@ fn own_fields(settings: &Settings) -> anyhow::Result<Option<serde_json::Value>> 
     Ok(Some(own))
 }
 
-/// Stops the restarts of a part that this process has started without success. A part that ran before keeps its
-/// supervisor.
-fn give_up(part: &Part, started: bool) -> anyhow::Result<()> {
+/// Stops the restarts of a component that this process has started without success. A component that ran before keeps
+/// its supervisor.
+fn stop_restarts(component: &Component, started: bool) -> anyhow::Result<()> {
     match started {
-        true => part.release(),
+        true => component.kill_supervisor(),
         false => Ok(()),
     }
 }
@@ -357,7 +362,7 @@ fn give_up(part: &Part, started: bool) -> anyhow::Result<()> {
 async fn wait_node(
     client: &kube::Client,
     name: &str,
-    part: &Part,
+    component: &Component,
     started: bool,
 ) -> anyhow::Result<String> {
     let api: Api<k8s_openapi::api::core::v1::Node> = Api::all(client.clone());
@@ -368,7 +373,7 @@ async fn wait_node(
             Ok(Some(node)) => {
                 let conditions = node.status.iter().flat_map(|s| s.conditions.iter());
                 match conditions.flatten().find(|c| c.type_ == "Ready") {
-                    Some(c) if !is_of(c, part) => {
+                    Some(c) if !is_reported_by(c, component) => {
                         "the agent has not reported its status yet".clone_into(&mut why);
                     }
                     Some(c) if c.status == "True" => return Ok(node.name_any()),
@@ -380,12 +385,12 @@ async fn wait_node(
             // The control plane may be about to restart.
             Err(error) => why = crate::kubeapi::client::chain(&error),
         }
-        if part.is_lost(started) || tokio::time::Instant::now() > deadline {
-            give_up(part, started)?;
+        if component.has_stopped_for_good(started) || tokio::time::Instant::now() > deadline {
+            stop_restarts(component, started)?;
             bail!(
                 "the node {name} did not become Ready: {why}; the agent's log is {}\n{}",
-                part.log.display(),
-                part.last_words()
+                component.log.display(),
+                component.log_tail()
             );
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -395,8 +400,9 @@ async fn wait_node(
 /// Whether the running process reported the condition: an agent reports it at its start, even if the status is
 /// unchanged. Heartbeats have whole seconds. If the start is in the future, the clock was set back since, and every
 /// report counts.
-fn is_of(condition: &NodeCondition, part: &Part) -> bool {
-    let (Some(heartbeat), Some(started)) = (&condition.last_heartbeat_time, part.started()) else {
+fn is_reported_by(condition: &NodeCondition, component: &Component) -> bool {
+    let (Some(heartbeat), Some(started)) = (&condition.last_heartbeat_time, component.started())
+    else {
         return false;
     };
     let Ok(started) = Timestamp::try_from(started) else {
@@ -409,24 +415,24 @@ fn is_of(condition: &NodeCondition, part: &Part) -> bool {
 pub async fn down(settings: &Settings, purge: bool) -> anyhow::Result<()> {
     require_root("down")?;
     let dirs = &settings.dirs;
-    let parts = parts(dirs);
+    let components = components(dirs);
     let mut progress = Progress::new();
     progress.step("agent");
-    let mut stopped = parts.agent.stop(Duration::from_secs(10))?;
+    let mut stopped = components.agent.stop(Duration::from_secs(10))?;
     progress.step("control plane");
-    stopped |= parts.control.stop(Duration::from_secs(10))?;
+    stopped |= components.control.stop(Duration::from_secs(10))?;
     progress.step("pods");
     let private = settings.containerd_endpoint.is_none();
-    if private && parts.containerd.pid().is_some() {
+    if private && components.containerd.pid().is_some() {
         containerd::write_network(settings)?;
     }
-    if !private || parts.containerd.pid().is_some() {
+    if !private || components.containerd.pid().is_some() {
         remove_all_pods(settings).await?;
     }
     progress.step("containerd");
-    stopped |= parts.containerd.stop(Duration::from_secs(10))?;
+    stopped |= components.containerd.stop(Duration::from_secs(10))?;
     progress.step("leftovers");
-    tidy(settings).await?;
+    clean_up(settings).await?;
     progress.done();
     if purge {
         for dir in [&dirs.run, &dirs.data] {
@@ -501,14 +507,14 @@ async fn remove_pods(settings: &Settings) -> anyhow::Result<()> {
 }
 
 /// Unmounts and removes pod directories, logs, cgroups and the bridge.
-async fn tidy(settings: &Settings) -> anyhow::Result<()> {
+async fn clean_up(settings: &Settings) -> anyhow::Result<()> {
     let dirs = settings.dirs.clone();
     let cgroup = settings.cgroup();
     let private = settings.containerd_endpoint.is_none();
     tokio::task::spawn_blocking(move || -> anyhow::Result<()> {
         crate::sys::mount::unmount_all(&dirs.agent())?;
         if private {
-            process::end_shims(&dirs.run.join("containerd.sock"));
+            process::kill_shims(&dirs.run.join("containerd.sock"));
             crate::sys::mount::unmount_all(&dirs.run)?;
         }
         for dir in [
@@ -541,18 +547,18 @@ fn remove_dir(dir: &Path) -> anyhow::Result<()> {
     Ok(crate::sys::removal::remove_tree(dir)?)
 }
 
-/// Prints for every part whether it runs, and how often it was restarted. Fails if a part does not run.
+/// Prints for every component whether it runs, and how often it was restarted. Fails if a component does not run.
 pub fn status(dirs: &Dirs) -> anyhow::Result<()> {
-    let Parts {
+    let Components {
         containerd,
         control,
         agent,
-    } = parts(dirs);
+    } = components(dirs);
     let now = Timestamp::now().as_second();
     let mut all_run = true;
-    for part in [containerd, control, agent] {
-        let (text, runs) = part.status(now);
-        println!("{:<14} {text}", part.name);
+    for component in [containerd, control, agent] {
+        let (text, runs) = component.status(now);
+        println!("{:<14} {text}", component.name);
         all_run &= runs;
     }
     anyhow::ensure!(
@@ -562,8 +568,8 @@ pub fn status(dirs: &Dirs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs a part of a cluster, whose files are in `run` and `logs`, and restarts it whenever it exits. With `parent`,
-/// becomes the part that this supervising process starts.
+/// Runs a component of a cluster, whose files are in `run` and `logs`, and restarts it whenever it exits. With
+/// `parent`, becomes the component that this supervising process starts.
 pub fn supervise(
     name: &str,
     [run, logs]: [&Path; 2],
@@ -571,19 +577,19 @@ pub fn supervise(
     program: &Path,
     arguments: &[String],
 ) -> anyhow::Result<()> {
-    let name = PARTS
+    let name = COMPONENTS
         .iter()
         .find(|known| **known == name)
         .with_context(|| {
             format!(
                 "--part: {name:?} is invalid: use one of {}",
-                PARTS.join(", ")
+                COMPONENTS.join(", ")
             )
         })?;
-    let part = Part::new(name, run, logs);
+    let component = Component::new(name, run, logs);
     match parent {
-        Some(parent) => part.become_it(parent, program, arguments),
-        None => supervise::supervise(&part, program, arguments),
+        Some(parent) => component.exec_program(parent, program, arguments),
+        None => supervise::supervise(&component, program, arguments),
     }
 }
 

@@ -1,5 +1,5 @@
-//! Long-running parts of a local cluster. They run in the background and are found again by a pid file. The file also
-//! has the start time of the process, so that a recycled pid is never mistaken for ours.
+//! Long-running components of a local cluster. They run in the background and are found again by a pid file. The file
+//! also has the start time of the process, so that a recycled pid is never mistaken for ours.
 
 use std::fs;
 use std::os::unix::process::CommandExt as _;
@@ -11,13 +11,13 @@ use anyhow::{Context as _, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// A part with its pid file and log.
+/// A component with its pid file and log.
 #[derive(Debug, Clone)]
-pub struct Part {
+pub struct Component {
     /// The name, for messages and files.
     pub name: &'static str,
     pub(super) pid_file: PathBuf,
-    /// The file with the part's output.
+    /// The file with the component's output.
     pub log: PathBuf,
 }
 
@@ -26,8 +26,8 @@ pub(super) fn started_at(pid: i32) -> Option<u64> {
     start_in(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// The start in a process's `stat` file; `None` for a zombie. The first thread of a process may be a zombie while others
-/// still run: until the last of them has exited, the process is the parent of its children and holds its files.
+/// The start in a process's `stat` file; `None` for a zombie. The first thread of a process may be a zombie while
+/// others still run: until the last of them has exited, the process is the parent of its children and holds its files.
 fn start_in(stat: &str) -> Option<u64> {
     // The name is in parentheses and may contain anything; fields count from after it.
     let rest = stat.rsplit_once(')')?.1;
@@ -39,11 +39,11 @@ fn start_in(stat: &str) -> Option<u64> {
     fields.get(19)?.parse().ok()
 }
 
-impl Part {
-    /// Describes the part `name` of the cluster whose files are in `run` and `logs`.
+impl Component {
+    /// Describes the component `name` of the cluster whose files are in `run` and `logs`.
     #[must_use]
-    pub fn new(name: &'static str, run: &Path, logs: &Path) -> Part {
-        Part {
+    pub fn new(name: &'static str, run: &Path, logs: &Path) -> Component {
+        Component {
             name,
             pid_file: run.join(format!("{name}.pid")),
             log: logs.join(format!("{name}.log")),
@@ -51,16 +51,17 @@ impl Part {
     }
 
     /// Returns the pid and the start time in the pid file, whether the process still runs or not.
-    fn noted(&self) -> Option<(i32, u64)> {
+    fn recorded(&self) -> Option<(i32, u64)> {
         let text = fs::read_to_string(&self.pid_file).ok()?;
         let (pid, start) = text.trim().split_once(' ')?;
         Some((pid.parse().ok()?, start.parse().ok()?))
     }
 
-    /// Returns the pid, if the part runs. A stale pid file is kept, because the supervisor may be writing the next one.
+    /// Returns the pid, if the component runs. A stale pid file is kept, because the supervisor may be writing the next
+    /// one.
     #[must_use]
     pub fn pid(&self) -> Option<i32> {
-        let (pid, start) = self.noted()?;
+        let (pid, start) = self.recorded()?;
         (started_at(pid)? == start).then_some(pid)
     }
 
@@ -72,14 +73,14 @@ impl Part {
         arguments.find_map(|one| Some(one.strip_prefix(name)?.strip_prefix('=')?.to_owned()))
     }
 
-    /// Returns when the running process, or the last one, wrote its pid file. A part writes it first of all
-    /// ([`Part::become_it`]).
+    /// Returns when the running process, or the last one, wrote its pid file. A component writes it first of all
+    /// ([`Component::exec_program`]).
     pub(super) fn started(&self) -> Option<std::time::SystemTime> {
         fs::metadata(&self.pid_file).ok()?.modified().ok()
     }
 
-    /// Starts the part in the background. The child first writes its own pid file ([`Part::become_it`]), so that every
-    /// process that runs can be found, even if this process is killed.
+    /// Starts the component in the background. The child first writes its own pid file ([`Component::exec_program`]),
+    /// so that every process that runs can be found, even if this process is killed.
     pub fn start(&self, program: &Path, arguments: &[String]) -> anyhow::Result<Child> {
         let own = std::env::current_exe()?;
         let parent = std::process::id().to_string();
@@ -88,11 +89,11 @@ impl Part {
             .spawn()
             .with_context(|| format!("{} cannot be started", self.name))?;
         let pid = i32::try_from(child.id())?;
-        let noted = || self.noted().is_some_and(|(noted, _)| noted == pid);
-        while !noted() {
+        let recorded = || self.recorded().is_some_and(|(recorded, _)| recorded == pid);
+        while !recorded() {
             // If the child exited after it had written its pid file, it did start: the caller learns its status.
             if let Some(status) = child.try_wait()?
-                && !noted()
+                && !recorded()
             {
                 bail!(
                     "{} exited immediately ({status}); see {}",
@@ -105,7 +106,7 @@ impl Part {
         Ok(child)
     }
 
-    /// Returns the command `holdfast supervise` for this part, with its log as output.
+    /// Returns the command `holdfast supervise` for this component, with its log as output.
     pub(super) fn command(
         &self,
         own: &Path,
@@ -140,8 +141,8 @@ impl Part {
         Ok(command)
     }
 
-    /// Locks the part's directory for writing a pid file. The lock is released when the result is dropped.
-    fn note_alone(&self) -> anyhow::Result<Option<fs::File>> {
+    /// Locks the component's directory for writing a pid file. The lock is released when the result is dropped.
+    fn lock_pid_dir(&self) -> anyhow::Result<Option<fs::File>> {
         let dir = self
             .pid_file
             .parent()
@@ -159,13 +160,13 @@ impl Part {
 
     /// Waits for a process whose supervisor has exited: after this call, the process has written its pid file or never
     /// will.
-    pub(super) fn settle(&self) -> anyhow::Result<()> {
-        self.note_alone().map(drop)
+    pub(super) fn await_pid_file(&self) -> anyhow::Result<()> {
+        self.lock_pid_dir().map(drop)
     }
 
-    /// Writes this process into the part's pid file, and runs `program` in its place. Fails if `parent` no longer runs,
-    /// because another process may be the part by then.
-    pub fn become_it(
+    /// Writes this process into the component's pid file, and runs `program` in its place. Fails if `parent` no longer
+    /// runs, because another process may be the component by then.
+    pub fn exec_program(
         &self,
         parent: u32,
         program: &Path,
@@ -173,7 +174,7 @@ impl Part {
     ) -> anyhow::Result<()> {
         let pid = i32::try_from(std::process::id())?;
         let start = started_at(pid).context("/proc is not mounted")?;
-        let noting = self.note_alone()?;
+        let lock = self.lock_pid_dir()?;
         if std::os::unix::process::parent_id() != parent {
             bail!(
                 "{} is not started: the process that started it has exited",
@@ -186,7 +187,7 @@ impl Part {
             format!("the pid file {} cannot be written", self.pid_file.display())
         })?;
         // From now on, a process that stops the parent finds this one in the pid file.
-        drop(noting);
+        drop(lock);
         let error = Command::new(program).args(arguments).exec();
         Err(error)
             .with_context(|| format!("{} cannot be started ({})", self.name, program.display()))
@@ -194,7 +195,7 @@ impl Part {
 
     /// Returns the last lines of the log, for an error message.
     #[must_use]
-    pub fn last_words(&self) -> String {
+    pub fn log_tail(&self) -> String {
         let text = fs::read(&self.log)
             .map(|b| String::from_utf8_lossy(&b[b.len().saturating_sub(4096)..]).into_owned())
             .unwrap_or_default();
@@ -206,17 +207,18 @@ impl Part {
             .collect()
     }
 
-    /// Stops the supervisor and then the part: SIGTERM, and SIGKILL after `patience`. Returns whether the part ran.
-    pub fn stop(&self, patience: Duration) -> anyhow::Result<bool> {
-        self.release()?;
+    /// Stops the supervisor and then the component: SIGTERM, and SIGKILL after `grace`. Returns whether the component
+    /// ran.
+    pub fn stop(&self, grace: Duration) -> anyhow::Result<bool> {
+        self.kill_supervisor()?;
         let Some(pid) = self.pid() else {
-            self.forget()?;
+            self.remove_pid_file()?;
             return Ok(false);
         };
         let target = Pid::from_raw(pid);
         kill(target, Signal::SIGTERM)
             .with_context(|| format!("{} (pid {pid}) cannot be stopped", self.name))?;
-        let deadline = std::time::Instant::now() + patience;
+        let deadline = std::time::Instant::now() + grace;
         while self.pid().is_some() {
             // A child of this process remains a zombie until it is reaped.
             let _ = nix::sys::wait::waitpid(target, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
@@ -226,12 +228,12 @@ impl Part {
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        self.forget()?;
+        self.remove_pid_file()?;
         Ok(true)
     }
 
     /// Removes the pid file of a process that has exited and is not restarted.
-    fn forget(&self) -> anyhow::Result<()> {
+    fn remove_pid_file(&self) -> anyhow::Result<()> {
         match fs::remove_file(&self.pid_file) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                 Err(error).with_context(|| format!("{} cannot be removed", self.pid_file.display()))
@@ -243,7 +245,7 @@ impl Part {
 
 /// Kills the shims of a containerd that has stopped. containerd loses track of a shim if the caller that requested the
 /// sandbox died meanwhile. `socket` is containerd's own, which distinguishes its shims from those of others.
-pub fn end_shims(socket: &Path) {
+pub fn kill_shims(socket: &Path) {
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else {
             continue;

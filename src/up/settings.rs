@@ -12,7 +12,7 @@ pub struct Dirs {
     pub data: PathBuf,
     /// Files of the current boot: sockets, pid files.
     pub run: PathBuf,
-    /// Logs of the parts.
+    /// Logs of the components.
     pub logs: PathBuf,
 }
 

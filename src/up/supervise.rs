@@ -1,5 +1,5 @@
-//! Restarts parts that exit. A small process for each part watches it, backs off longer after every early exit, and
-//! records what happened for `holdfast up status`.
+//! Restarts components that exit. A small process for each component watches it, backs off longer after every early
+//! exit, and records what happened for `holdfast up status`.
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
@@ -12,15 +12,15 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 
-use super::process::{Part, started_at};
+use super::process::{Component, started_at};
 
 /// Initial and maximum back-off before a restart.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
-/// After a part has run for this time, its back-off starts again with the initial value.
-const STEADY: Duration = Duration::from_secs(60);
+const BACKOFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
+/// After a component has run for this time, its back-off starts again with the initial value.
+const STEADY_RUN: Duration = Duration::from_secs(60);
 
-/// How long a part without a supervisor may take to exit before it is killed.
-const STOP: Duration = Duration::from_secs(30);
+/// How long a component without a supervisor may take to exit before it is killed.
+const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The state that a supervisor records.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,20 +29,20 @@ pub struct State {
     pub supervisor: (i32, u64),
     /// Number of restarts.
     pub restarts: u32,
-    /// Cause of the part's last exit, and its time in seconds since 1970.
+    /// Cause of the component's last exit, and its time in seconds since 1970.
     pub last_end: Option<(String, i64)>,
 }
 
-/// Returns the back-off of a part that was started after `pause` and ran for `lasted`.
-fn next_pause(pause: Duration, lasted: Duration) -> Duration {
-    if lasted >= STEADY || pause.is_zero() {
-        PAUSES.0
+/// Returns the back-off of a component that was started after `pause` and ran for `lasted`.
+fn next_backoff(pause: Duration, lasted: Duration) -> Duration {
+    if lasted >= STEADY_RUN || pause.is_zero() {
+        BACKOFF.0
     } else {
-        (pause * 2).min(PAUSES.1)
+        (pause * 2).min(BACKOFF.1)
     }
 }
 
-fn shown(status: ExitStatus) -> String {
+fn exit_cause(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("it exited with code {code}"),
         (_, Some(signal)) => Signal::try_from(signal)
@@ -53,7 +53,7 @@ fn shown(status: ExitStatus) -> String {
     }
 }
 
-impl Part {
+impl Component {
     fn state_file(&self) -> PathBuf {
         self.pid_file.with_extension("state")
     }
@@ -69,20 +69,20 @@ impl Part {
             .filter(|s| started_at(s.supervisor.0) == Some(s.supervisor.1))
     }
 
-    /// Whether both the part and its supervisor run.
+    /// Whether both the component and its supervisor run.
     #[must_use]
     pub fn runs_supervised(&self) -> bool {
         self.pid().is_some() && self.supervised().is_some()
     }
 
-    /// Starts the part in the background with a supervisor, unless both run. A supervisor whose part does not run is
-    /// replaced, so that the start need not wait for its back-off. A part that has lost its supervisor is restarted
-    /// with one. Returns whether the part was started.
+    /// Starts the component in the background with a supervisor, unless both run. A supervisor whose component does not
+    /// run is replaced, so that the start need not wait for its back-off. A component that has lost its supervisor is
+    /// restarted with one. Returns whether the component was started.
     pub fn start_supervised(&self, program: &Path, arguments: &[String]) -> anyhow::Result<bool> {
         if self.runs_supervised() {
             return Ok(false);
         }
-        self.stop(STOP)?;
+        self.stop(STOP_TIMEOUT)?;
         let own = std::env::current_exe()?;
         self.command(&own, &[], program, arguments)?
             .spawn()
@@ -100,15 +100,15 @@ impl Part {
         Ok(true)
     }
 
-    /// Whether the part will not be started again. A part that this process has `started` must not exit at all; one
-    /// that ran before is restarted as long as its supervisor runs.
+    /// Whether the component will not be started again. A component that this process has `started` must not exit at
+    /// all; one that ran before is restarted as long as its supervisor runs.
     #[must_use]
-    pub fn is_lost(&self, started: bool) -> bool {
+    pub fn has_stopped_for_good(&self, started: bool) -> bool {
         self.pid().is_none() && (started || self.supervised().is_none())
     }
 
-    /// Kills the supervisor; the part keeps running.
-    pub fn release(&self) -> anyhow::Result<()> {
+    /// Kills the supervisor; the component keeps running.
+    pub fn kill_supervisor(&self) -> anyhow::Result<()> {
         if let Some(state) = self.supervised() {
             let (pid, start) = state.supervisor;
             kill(Pid::from_raw(pid), Signal::SIGKILL).with_context(|| {
@@ -126,14 +126,14 @@ impl Part {
                 std::thread::sleep(Duration::from_millis(2));
             }
         }
-        self.settle()?;
+        self.await_pid_file()?;
         match fs::remove_file(self.state_file()) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
             _ => Ok(()),
         }
     }
 
-    /// Returns a line for `holdfast up status`, and whether the part runs.
+    /// Returns a line for `holdfast up status`, and whether the component runs.
     #[must_use]
     pub fn status(&self, now: i64) -> (String, bool) {
         let (pid, state) = (self.pid(), self.supervised());
@@ -160,8 +160,12 @@ impl Part {
     }
 }
 
-/// Runs a part and restarts it whenever it exits, until this process is killed.
-pub fn supervise(part: &Part, program: &Path, arguments: &[String]) -> anyhow::Result<()> {
+/// Runs a component and restarts it whenever it exits, until this process is killed.
+pub fn supervise(
+    component: &Component,
+    program: &Path,
+    arguments: &[String],
+) -> anyhow::Result<()> {
     let own = i32::try_from(std::process::id())?;
     let mut state = State {
         supervisor: (own, started_at(own).context("/proc is not mounted")?),
@@ -169,22 +173,22 @@ pub fn supervise(part: &Part, program: &Path, arguments: &[String]) -> anyhow::R
     };
     let write = |state: &State| -> anyhow::Result<()> {
         let text = serde_json::to_vec(state)?;
-        crate::sys::file::replace_soon(&part.state_file(), &text)
-            .with_context(|| format!("{} cannot be written", part.state_file().display()))
+        crate::sys::file::replace_soon(&component.state_file(), &text)
+            .with_context(|| format!("{} cannot be written", component.state_file().display()))
     };
     // Without the file, `holdfast down` would not find this process.
     write(&state)?;
     let mut pause = Duration::ZERO;
     loop {
         let began = Instant::now();
-        let ended = part
+        let ended = component
             .start(program, arguments)
             .and_then(|mut child| Ok(child.wait()?));
         let why = match ended {
-            Ok(status) => shown(status),
+            Ok(status) => exit_cause(status),
             Err(error) => format!("{error:#}"),
         };
-        pause = next_pause(pause, began.elapsed());
+        pause = next_backoff(pause, began.elapsed());
         state.restarts = state.restarts.saturating_add(1);
         state.last_end = Some((why.clone(), jiff::Timestamp::now().as_second()));
         // A full disk must not end the supervision; the old file still names this process.
@@ -193,7 +197,7 @@ pub fn supervise(part: &Part, program: &Path, arguments: &[String]) -> anyhow::R
         }
         eprintln!(
             "holdfast: {} is restarted in {} ms, because {why}",
-            part.name,
+            component.name,
             pause.as_millis()
         );
         std::thread::sleep(pause);
@@ -209,18 +213,18 @@ mod tests {
         let mut pause = Duration::ZERO;
         let mut seen = vec![];
         for _ in 0..8 {
-            pause = next_pause(pause, Duration::from_secs(1));
+            pause = next_backoff(pause, Duration::from_secs(1));
             seen.push(pause.as_millis());
         }
         assert_eq!(seen, [500, 1000, 2000, 4000, 8000, 16000, 30000, 30000]);
-        assert_eq!(next_pause(pause, STEADY), PAUSES.0);
+        assert_eq!(next_backoff(pause, STEADY_RUN), BACKOFF.0);
     }
 
     #[test]
     fn a_component_that_ran_before_is_lost_only_without_its_supervisor() {
         let dir = tempfile::tempdir().expect("a directory");
-        let part = Part::new("agent", dir.path(), dir.path());
-        assert!(part.is_lost(false), "nothing runs");
+        let component = Component::new("agent", dir.path(), dir.path());
+        assert!(component.has_stopped_for_good(false), "nothing runs");
         let own = i32::try_from(std::process::id()).expect("a pid");
         let start = started_at(own).expect("/proc");
         let state = State {
@@ -228,13 +232,19 @@ mod tests {
             ..State::default()
         };
         let text = serde_json::to_vec(&state).expect("JSON");
-        fs::write(part.state_file(), text).expect("a file");
-        assert!(!part.is_lost(false), "its supervisor restarts it");
+        fs::write(component.state_file(), text).expect("a file");
         assert!(
-            part.is_lost(true),
+            !component.has_stopped_for_good(false),
+            "its supervisor restarts it"
+        );
+        assert!(
+            component.has_stopped_for_good(true),
             "it has just been started and has exited"
         );
-        fs::write(&part.pid_file, format!("{own} {start}\n")).expect("a file");
-        assert!(!part.is_lost(true) && !part.is_lost(false), "it runs");
+        fs::write(&component.pid_file, format!("{own} {start}\n")).expect("a file");
+        assert!(
+            !component.has_stopped_for_good(true) && !component.has_stopped_for_good(false),
+            "it runs"
+        );
     }
 }

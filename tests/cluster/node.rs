@@ -305,8 +305,8 @@ fn a_guaranteed_pod_gets_exclusive_cpus_and_memory() {
         return support::skip::skipped("this machine has one CPU");
     };
     // All other CPUs are reserved, so that one can be assigned.
-    let rest = cpuset::list(&(&all - &[*last].into()));
-    let (all, last) = (cpuset::list(&all), last.to_string());
+    let rest = cpuset::format_list(&(&all - &[*last].into()));
+    let (all, last) = (cpuset::format_list(&all), last.to_string());
     let fields = format!(
         "cpuManagerPolicy: static\nreservedSystemCPUs: \"{rest}\"\ncpuManagerReconcilePeriod: 2s\nmemoryManagerPolicy: Static\nreservedMemory: [{{numaNode: 0, limits: {{memory: 100Mi}}}}]\n"
     );

@@ -1,6 +1,6 @@
 //! A logind that announces shutdowns when the test requests it, and pods with priorities.
 
-use holdfast::core::node::shutdown::{Period, Statements};
+use holdfast::core::node::shutdown::{Period, ShutdownSettings};
 use holdfast::sys::logind::{Announcements, Announcer, Inhibitor, LogindError};
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -107,12 +107,12 @@ impl World {
             priority: *priority,
             shutdown_grace_period_seconds: *seconds,
         };
-        let statements = Statements {
+        let settings = ShutdownSettings {
             by_priority: periods.iter().map(period).collect(),
-            ..Statements::default()
+            ..ShutdownSettings::default()
         };
         let logind = Logind::default();
-        let periods = Periods::new(&statements).unwrap();
+        let periods = Periods::new(&settings).unwrap();
         self.state().logind = Some((logind.clone(), periods));
         logind
     }

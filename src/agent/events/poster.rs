@@ -257,7 +257,7 @@ impl Poster {
     fn correlate(&mut self, emitted: Emitted) -> Option<Delivery> {
         let now = self.clock.now();
         let (object, kind) = (emitted.object(), format!("{:?}", emitted.kind));
-        let said = correlate::Said {
+        let said = correlate::PendingEvent {
             object: &object,
             part: emitted.about.field_path.as_deref().unwrap_or_default(),
             kind: &kind,
@@ -338,12 +338,12 @@ impl Poster {
         match (outcome, &delivery.request) {
             (Ok(()), Request::Create) => {
                 let (key, count) = (delivery.key, delivery.count);
-                self.correlator.posted(key, delivery.posted, count);
+                self.correlator.record_posted(key, delivery.posted, count);
             }
             (Ok(()), Request::Count { .. }) => {}
             (Err(ApiFailure::NotFound(_)), Request::Count { .. }) => {
                 // The apiserver deletes events after an hour.
-                self.correlator.forget(delivery.key);
+                self.correlator.remove(delivery.key);
                 delivery.request = Request::Create;
                 self.ready.push_front(delivery);
                 return;

@@ -15,7 +15,7 @@ use crate::agent::pod::dead_containers;
 use crate::core::backoff::Doubling;
 use crate::core::image::canonical_name;
 use crate::core::image::gc::{Filesystem, ImageDecision, ImageOnNode};
-use crate::core::node::collection::{Failures, Fate, ImageFate, Removal, Report};
+use crate::core::node::collection::{Decision, Failures, ImageDecision, RemovalReason, Report};
 use crate::core::pod;
 use crate::cri::{RuntimeError, Stock};
 use crate::host::HostError;
@@ -211,12 +211,12 @@ pub async fn collect(context: &Context) -> Result<Report, CollectError> {
     let mut ages = context.images.ages.lock().await;
     let mut report = plan_report(context, &mut ages).await?;
     for image in &report.images {
-        let reason = match image.fate {
-            Fate::Goes(Removal::Age) => "age",
-            Fate::Goes(_) => "space",
-            Fate::Stays(_) => continue,
+        let reason = match image.decision {
+            Decision::Remove(RemovalReason::Age) => "age",
+            Decision::Remove(_) => "space",
+            Decision::Keep(_) => continue,
         };
-        let why = image.fate.to_string();
+        let why = image.decision.to_string();
         if let Err(error) = remove(context, &image.id, image.bytes, (reason, &why)).await {
             tracing::warn!(%error, "removing an image failed");
             report.failures.insert(image.id.clone(), error.to_string());
@@ -254,7 +254,7 @@ async fn plan_report(context: &Context, ages: &mut Ages) -> Result<Report, Colle
     };
     let judged = ages.decisions(&images, &plan, rules.minimum_age, at, by);
     let containers = dead_containers::find(context, false).await;
-    let going = |judged: &&ImageDecision| matches!(judged.fate, Fate::Goes(_));
+    let going = |judged: &&ImageDecision| matches!(judged.fate, Decision::Remove(_));
     Ok(Report {
         node: context.config.node_name.clone(),
         at,
@@ -267,12 +267,12 @@ async fn plan_report(context: &Context, ages: &mut Ages) -> Result<Report, Colle
         frees_bytes: judged.iter().filter(going).map(|j| j.image.size).sum(),
         images: judged
             .into_iter()
-            .map(|judged| ImageFate {
+            .map(|judged| ImageDecision {
                 names: names(&judged.image.id),
                 id: judged.image.id,
                 bytes: judged.image.size,
                 last_used: judged.last_used,
-                fate: judged.fate,
+                decision: judged.fate,
             })
             .collect(),
         containers: containers.map_err(CollectError::Containers)?,

@@ -272,7 +272,7 @@ async fn ensure(
         Waiting::new(reason, Fault::invalid(error))
     })?;
     let present = context.runtime.image(&name).await.map_err(|error| {
-        let fault = Fault::from(error).within(&format!("Failed to inspect image {name:?}"));
+        let fault = Fault::from(error).context(&format!("Failed to inspect image {name:?}"));
         let reason = "ImageInspectError";
         let event = (Kind::Warning, "InspectFailed", fault.to_string());
         events.emit_failure(event, reason);
@@ -373,7 +373,7 @@ async fn pull(events: &ImageEvents<'_>, shown: &str, name: &str) -> Result<Image
         name.to_owned(),
     );
     let backoff = || lock(&context.images.backoff);
-    let held = backoff().held(&key, context.clock.now());
+    let held = backoff().remaining(&key, context.clock.now());
     if let Some((until, error)) = held {
         let (reason, message) = (
             "ImagePullBackOff",

@@ -13,7 +13,7 @@ use crate::agent::{Context, Kind};
 use crate::config::Config;
 use crate::core::backoff::Doubling;
 use crate::core::node::capacity;
-use crate::core::node::cgroup_tree::{Group, PIDS, Rules, Supply, as_granted, tree};
+use crate::core::node::cgroup_tree::{Group, PIDS, Rules, Supply, tree, with_allocated_resources};
 use crate::core::pod;
 use crate::core::pod::cgroup_values::{RestoredCgroup, Values};
 use crate::core::quantity::Quantity;
@@ -163,7 +163,7 @@ async fn apply(context: &Context) {
         let known = roster.borrow_and_update().clone();
         let alive = known.iter().map(|k| &k.pod);
         let alive = alive.filter(|p| !pod::is_terminal(p)).cloned().collect();
-        let alive = as_granted(alive, &context.ledger.pods().await);
+        let alive = with_allocated_resources(alive, &context.ledger.pods().await);
         let alive = alive.iter().map(|p| &**p);
         let alive: Vec<&Pod> = alive.collect();
         let wanted: Vec<(Group, Values)> = tree(&supply, rules, &alive);

@@ -24,9 +24,9 @@ use crate::agent::pod::relist::Hint;
 use crate::core::lock::lock;
 use crate::core::meta;
 use crate::core::node::claims::checkpoint::{self as format, Device, FILE};
-use crate::core::node::claims::health::{DriversHealth, Said};
-use crate::core::node::claims::{Batches, Begun, ClaimError, Claims, Named, Wanted};
-use crate::core::node::claims::{checked, judge, references};
+use crate::core::node::claims::health::{DeviceReport, DriversHealth};
+use crate::core::node::claims::{AllocatedClaim, Batches, ClaimError, ClaimId, Claims, Started};
+use crate::core::node::claims::{check_claim, check_response, references};
 use crate::core::pod;
 use crate::core::pod::status::devices::OfPod;
 use crate::core::repeated::RepeatedFailures;
@@ -96,7 +96,7 @@ struct PendingCalls<'a> {
 }
 
 enum Outcome {
-    Prepared(BTreeMap<String, Vec<(Named, Vec<Device>)>>),
+    Prepared(BTreeMap<String, Vec<(ClaimId, Vec<Device>)>>),
     GivenBack(bool),
 }
 
@@ -104,8 +104,8 @@ impl Drop for PendingCalls<'_> {
     fn drop(&mut self) {
         let batches = &self.batches;
         self.manager.change(|claims| match &self.outcome {
-            Outcome::Prepared(done) => claims.prepared(batches, done),
-            Outcome::GivenBack(done) => claims.given_back(batches, *done),
+            Outcome::Prepared(done) => claims.record_prepared(batches, done),
+            Outcome::GivenBack(done) => claims.record_unprepared(batches, *done),
         });
     }
 }
@@ -181,9 +181,9 @@ impl ClaimManager {
             .health(pod, &state.health, self.begun.elapsed())
     }
 
-    fn record_health(&self, driver: &str, devices: Vec<Said>) {
+    fn record_health(&self, driver: &str, devices: Vec<DeviceReport>) {
         let now = self.begun.elapsed();
-        self.lock().health.said(driver, devices, now);
+        self.lock().health.record(driver, devices, now);
         self.health_changed.send_replace(());
     }
 
@@ -196,13 +196,13 @@ impl ClaimManager {
     /// Starts an operation on claims as soon as no other operation uses them.
     async fn begin(
         &self,
-        mut begin: impl FnMut(&mut Claims) -> Result<Begun, ClaimError>,
+        mut begin: impl FnMut(&mut Claims) -> Result<Started, ClaimError>,
     ) -> Result<Batches, ClaimError> {
         let mut changes = self.checkpoint.changes();
         loop {
             changes.mark_unchanged();
             let begun = begin(&mut self.lock().claims)?;
-            if let Begun::Ask(batches) = begun {
+            if let Started::Call(batches) = begun {
                 self.checkpoint.changed();
                 return Ok(batches);
             }
@@ -271,7 +271,7 @@ impl ClaimManager {
     async fn call_drivers<T>(
         &self,
         batches: &Batches,
-        call: impl AsyncFn(Driver, &[Named]) -> Result<T, ClaimsFailed>,
+        call: impl AsyncFn(Driver, &[ClaimId]) -> Result<T, ClaimsFailed>,
     ) -> Answered<T> {
         let calls = batches.iter().map(|(name, claims)| {
             let call = &call;
@@ -306,7 +306,7 @@ impl ClaimManager {
     }
 
     async fn prepare_inner(&self, context: &Context, pod: &Pod) -> Result<(), ClaimsFailed> {
-        let mut wanted: Vec<Wanted> = vec![];
+        let mut wanted: Vec<AllocatedClaim> = vec![];
         for reference in references(pod)? {
             let (namespace, name) = (meta::namespace(pod), &reference.name);
             let claim = context.api.device_claim(namespace, name).await;
@@ -314,7 +314,7 @@ impl ClaimManager {
                 claim: name.clone(),
                 why,
             })?;
-            let claim = checked(pod, &reference, &claim)?;
+            let claim = check_claim(pod, &reference, &claim)?;
             for driver in &claim.drivers {
                 self.require(driver)?;
             }
@@ -328,7 +328,7 @@ impl ClaimManager {
             outcome: Outcome::Prepared(BTreeMap::new()),
         };
         self.save().await?;
-        let call = async |driver: Driver, claims: &[Named]| {
+        let call = async |driver: Driver, claims: &[ClaimId]| {
             let answer = driver.prepare(claims).await;
             per_claim("NodePrepareResources", claims, answer)
         };
@@ -354,13 +354,13 @@ impl ClaimManager {
     }
 
     async fn release_inner(&self, uid: &str) -> Result<(), ClaimsFailed> {
-        let batches = self.begin(|claims| Ok(claims.give_back(uid))).await;
+        let batches = self.begin(|claims| Ok(claims.begin_unprepare(uid))).await;
         let mut pending = PendingCalls {
             manager: self,
             batches: batches?,
             outcome: Outcome::GivenBack(false),
         };
-        let call = async |driver: Driver, claims: &[Named]| {
+        let call = async |driver: Driver, claims: &[ClaimId]| {
             let answer = driver.give_back(claims).await;
             per_claim("NodeUnprepareResources", claims, answer)
         };
@@ -404,11 +404,11 @@ impl ClaimManager {
 /// Converts a driver's answer to a result for each claim of the call.
 fn per_claim<T>(
     call: &'static str,
-    requested: &[Named],
+    requested: &[ClaimId],
     answer: Result<Answers<T>, PluginError>,
-) -> Result<Vec<(Named, T)>, ClaimsFailed> {
+) -> Result<Vec<(ClaimId, T)>, ClaimsFailed> {
     let answers = answer.map_err(|why| ClaimsFailed::Driver { call, why })?;
-    Ok(judge(call, requested, answers)?)
+    Ok(check_response(call, requested, answers)?)
 }
 
 /// Whether a socket accepts connections.

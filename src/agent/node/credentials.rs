@@ -23,7 +23,7 @@ use embedded::adopt;
 use crate::agent::Metrics;
 use crate::config::Config;
 use crate::core::backoff::Doubling;
-use crate::core::node::addresses::served;
+use crate::core::node::addresses::certificate_names;
 use crate::core::node::signing::{self, CLIENT, SERVING};
 use crate::host::{HostError, blocking};
 use crate::kubeapi::client::connect;
@@ -339,7 +339,10 @@ impl Renewed {
 
     /// The names and addresses for the certificate.
     fn names(&self) -> Vec<String> {
-        let reported = self.addresses.as_ref().map(|known| served(&known.borrow()));
+        let reported = self
+            .addresses
+            .as_ref()
+            .map(|known| certificate_names(&known.borrow()));
         let (names, ips) = reported.unwrap_or_default();
         [names, ips].concat()
     }
@@ -348,7 +351,7 @@ impl Renewed {
     /// allowed (the gate `AllowDNSOnlyNodeCSR` is off).
     fn can_request(&self) -> bool {
         let addresses = self.addresses.as_ref();
-        addresses.is_none_or(|known| !served(&known.borrow()).1.is_empty())
+        addresses.is_none_or(|known| !certificate_names(&known.borrow()).1.is_empty())
     }
 
     /// Waits until the next check is due.
@@ -397,12 +400,12 @@ fn is_due(
     answered: Option<&Vec<String>>,
     now: Timestamp,
 ) -> bool {
-    let fits = answered.is_some_and(|last| last == names) || signing::is_for(present, names);
+    let fits = answered.is_some_and(|last| last == names) || signing::covers_names(present, names);
     // Spreads the renewals of nodes that started together.
     let share = f64::from(now.subsec_nanosecond() % 1000) / 1000.0;
     let due = signing::lifetime(present)
         .filter(|_| fits)
-        .map(|(begins, ends)| signing::due(begins, ends, share));
+        .map(|(begins, ends)| signing::renewal_time(begins, ends, share));
     due.is_none_or(|due| due <= now)
 }
 

@@ -27,7 +27,7 @@ use crate::agent::pod::relist::Hint;
 use crate::core::lock::lock;
 use crate::core::node::admit::Refusal;
 use crate::core::node::devices::checkpoint as format;
-use crate::core::node::devices::{DeviceError, Devices, Given, Slot, is_resource_name};
+use crate::core::node::devices::{DeviceConfig, DeviceError, Devices, Slot, is_resource_name};
 use crate::core::pod;
 use crate::core::pod::resources::Amounts;
 use crate::devices::{
@@ -77,7 +77,7 @@ fn restored(checkpoint: &Checkpoint, now: Timestamp) -> Devices {
         None => Ok(None),
     };
     match read() {
-        Ok(Some(data)) => Devices::restored(data, now),
+        Ok(Some(data)) => Devices::from_checkpoint(data, now),
         Ok(None) => Devices::default(),
         Err(error) => {
             tracing::error!(%error, file = %checkpoint.path().display(), "cannot use the device checkpoint: the devices of running containers are unknown");
@@ -167,18 +167,18 @@ impl DeviceManager {
                 call,
                 why: error.to_string(),
             };
-            let offer = self.read(|devices| devices.offer(uid, slot));
-            if let Some(offer) = offer.filter(|o| options.preference && o.leaves_a_choice()) {
+            let offer = self.read(|devices| devices.preference_request(uid, slot));
+            if let Some(offer) = offer.filter(|o| options.preference && o.has_choice()) {
                 let preferred = plugin.preferred(offer).await;
                 let preferred = preferred.map_err(|e| failed("GetPreferredAllocation", &e))?;
-                self.lock().devices.prefer(uid, slot, &preferred);
+                self.lock().devices.apply_preference(uid, slot, &preferred);
             }
             let ids = self.read(|devices| devices.ids(uid, slot));
             let begun = Instant::now();
             let answer = plugin.allocate(ids).await;
             context.metrics.device_allocated(resource, begun.elapsed());
             let answer = answer.map_err(|e| failed("Allocate", &e))?;
-            if !self.change(|state| state.devices.answered(uid, slot, answer)) {
+            if !self.change(|state| state.devices.record_response(uid, slot, answer)) {
                 tracing::debug!(
                     uid,
                     resource,
@@ -195,14 +195,15 @@ impl DeviceManager {
 
     /// Writes the checkpoint if it is not up to date.
     async fn save(&self) -> Result<(), HostError> {
-        let text = || format::write(self.read(Devices::to_keep));
+        let text = || format::write(self.read(Devices::checkpoint_data));
         self.checkpoint.save(text).await
     }
 
     /// Returns the settings that a starting container gets for its devices, after `PreStartContainer` of the plugins
     /// that require it. Errors become a `CreateContainerConfigError`.
-    pub async fn prepare(&self, uid: &str, container: &str) -> Result<Given, String> {
-        let awaited = |devices: &Devices| devices.awaited(uid, container).map(str::to_owned);
+    pub async fn prepare(&self, uid: &str, container: &str) -> Result<DeviceConfig, String> {
+        let awaited =
+            |devices: &Devices| devices.unlisted_resource(uid, container).map(str::to_owned);
         let mut changes = self.changes();
         let listed = changes.wait_for(|_| self.read(awaited).is_none());
         let late = tokio::time::timeout(REGISTRATION_TIMEOUT, listed)
@@ -229,7 +230,7 @@ impl DeviceManager {
                 format!("device plugin of {resource}: PreStartContainer failed: {why}")
             })?;
         }
-        Ok(self.read(|devices| devices.given(uid, container)))
+        Ok(self.read(|devices| devices.config_of(uid, container)))
     }
 
     /// Marks a plugin as gone because its registration socket was removed. Returns
@@ -253,7 +254,7 @@ impl DeviceManager {
             {
                 found.is_gone = true;
             }
-            state.devices.lose(resource, number, now)
+            state.devices.disconnect(resource, number, now)
         });
         if lost {
             tracing::warn!(
@@ -282,7 +283,7 @@ pub(super) fn allocate(
             return log_dropped_reply(reply.send(Ok(())));
         };
         tracing::warn!(%error, pod = %pod::full_name(&pod), "allocating the devices of a pod failed");
-        context.devices.lock().devices.abandon(uid);
+        context.devices.lock().devices.release_pending(uid);
         // A dropped reply means that the pod is terminating, which releases its resources.
         if !reply.is_closed() {
             context.ledger.release(uid);
@@ -348,7 +349,7 @@ async fn watch_devices(context: Arc<Context>, resource: String, number: u64, plu
         let mut listing = plugin.list().await?;
         while let Some(listed) = listing.next().await? {
             let count = listed.len();
-            let list = |state: &mut State| state.devices.list(&resource, number, listed);
+            let list = |state: &mut State| state.devices.set_devices(&resource, number, listed);
             if context.devices.change(list) {
                 tracing::info!(
                     resource,

@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use super::{AdmissionNode, devices, manager_metrics};
 use crate::agent::pod::inbox::Inbox;
 use crate::agent::{Context, Kind};
-use crate::core::node::admit::{self, Here, Refusal, Room};
+use crate::core::node::admit::{self, NodeResources, NodeState, Refusal};
 use crate::core::node::devices::{Devices, Slot};
 use crate::core::node::ledger::{Decision, Eviction, Ledger, requests_more};
 use crate::core::node::managers::Managers;
@@ -290,7 +290,7 @@ impl Actor {
             Request::Admit { pod, inbox, reply } => self.admit(Waiting { pod, inbox, reply }),
             Request::Resize { pod, has, reply } => {
                 let before = self.ledger.pod(pod::uid(&pod));
-                self.ledger.book(&has);
+                self.ledger.set_allocation(&has);
                 let result = self.resize(&pod);
                 let both = before.zip(self.ledger.pod(pod::uid(&pod)));
                 let frees = both.is_some_and(|(before, now)| requests_more(&now, &before));
@@ -300,7 +300,7 @@ impl Actor {
                 }
             }
             Request::CancelResize { pod, reply } => {
-                let frees = self.ledger.withdraw(&pod);
+                let frees = self.ledger.cancel_resize(&pod);
                 log_dropped_reply(reply.send(()));
                 if frees {
                     self.retry_resizes("pod_resized");
@@ -311,7 +311,11 @@ impl Actor {
                 namespace,
                 claim,
                 reply,
-            } => log_dropped_reply(reply.send(self.ledger.hold_alone(&uid, &namespace, &claim))),
+            } => {
+                let ledger = &mut self.ledger;
+                let acquired = ledger.acquire_exclusive_claim(&uid, &namespace, &claim);
+                log_dropped_reply(reply.send(acquired));
+            }
             Request::Evict { eviction, reply } => {
                 let accepted = self.ledger.evict(&eviction.uid);
                 if accepted {
@@ -325,14 +329,14 @@ impl Actor {
                 verdict,
                 reply,
             } => {
-                let accepted = self.ledger.end(&uid);
+                let accepted = self.ledger.evict_again(&uid);
                 if accepted {
                     self.notify_worker(&uid, verdict);
                 }
                 log_dropped_reply(reply.send(accepted));
             }
             Request::ReleaseRequests { uid, has_stopped } => {
-                self.ledger.uncount(&uid);
+                self.ledger.release_requests(&uid);
                 self.offer_resources(&uid, has_stopped);
             }
             Request::Release(uid) => self.release(&uid),
@@ -354,7 +358,7 @@ impl Actor {
 
     /// Waits for the deadline of a preempted pod.
     async fn preemption_deadline(&self) {
-        match self.ledger.next_overdue() {
+        match self.ledger.next_deadline() {
             Some(at) => tokio::time::sleep_until(self.epoch + at).await,
             None => std::future::pending().await,
         }
@@ -362,7 +366,7 @@ impl Actor {
 
     /// Stops waiting for preempted pods that exceeded their deadline, and retries the admission of critical pods.
     fn stop_waiting_for_overdue(&mut self) {
-        for victim in self.ledger.give_up_overdue(self.epoch.elapsed()) {
+        for victim in self.ledger.release_overdue(self.epoch.elapsed()) {
             let message = "Container runtime did not kill the pod within specified grace period.";
             tracing::warn!(
                 pod = pod::full_name(&victim),
@@ -381,7 +385,7 @@ impl Actor {
             self.admit(waiting);
         }
         if self.waiting.is_empty() {
-            self.ledger.await_none();
+            self.ledger.clear_deadlines();
         }
     }
 
@@ -397,7 +401,7 @@ impl Actor {
             self.before_node.push(waiting);
             return;
         };
-        let decide = |here: &Here<'_>| self.ledger.admit(&waiting.pod, here, now);
+        let decide = |node_state: &NodeState<'_>| self.ledger.admit(&waiting.pod, node_state, now);
         match with_node(&context, &uid, &node, decide) {
             Decision::Admitted => match self.assign_exclusive(&waiting.pod) {
                 Ok(slots) => {
@@ -414,7 +418,7 @@ impl Actor {
                 }
             },
             Decision::Refused(refusal) => {
-                let read = |devices: &Devices| devices.in_words(&waiting.pod, refusal);
+                let read = |devices: &Devices| devices.as_device_rejection(&waiting.pod, refusal);
                 log_dropped_reply(waiting.reply.send(Err(context.devices.read(read))));
             }
             Decision::AwaitingPreemption(evictions) => {
@@ -453,25 +457,25 @@ impl Actor {
         let context = Arc::clone(&self.context);
         if let Some(now) = self.ledger.pod(pod::uid(pod)) {
             let possible = admit::check_swap(&now, pod, context.swaps())
-                .and_then(|()| self.managers.resize(&now, pod));
+                .and_then(|()| self.managers.check_resize(&now, pod));
             if let Err(infeasible) = possible {
                 // The pod keeps its current sizes and waits for no others.
-                self.ledger.withdraw(&now);
+                self.ledger.cancel_resize(&now);
                 return Err(infeasible);
             }
         }
         let allocatable = allocatable(&context, pod::uid(pod));
-        let room = Room {
+        let resources = NodeResources {
             allocatable: &allocatable,
             node: None,
         };
-        self.ledger.grow(pod, room)
+        self.ledger.allocate_resize(pod, resources)
     }
 
     /// Grants freed resources to pods that wait for a resize, in their order, and
     /// wakes their workers. The others keep waiting.
     fn retry_resizes(&mut self, trigger: &str) {
-        let mut waiting = self.ledger.waiting_to_grow();
+        let mut waiting = self.ledger.pending_resizes();
         loop {
             let before = waiting.len();
             waiting.retain(|pod| {
@@ -539,7 +543,7 @@ impl Actor {
 
     fn release(&mut self, uid: &str) {
         self.inboxes.remove(uid);
-        let had_exclusive_claim = self.ledger.holds_alone(uid);
+        let had_exclusive_claim = self.ledger.has_exclusive_claim(uid);
         self.ledger.release(uid);
         self.offer_resources(uid, true);
         if had_exclusive_claim {
@@ -577,10 +581,10 @@ fn with_node<T>(
     context: &Context,
     uid: &str,
     node: &AdmissionNode,
-    decide: impl FnOnce(&Here<'_>) -> T,
+    decide: impl FnOnce(&NodeState<'_>) -> T,
 ) -> T {
     let allocatable = allocatable(context, uid);
-    decide(&Here {
+    decide(&NodeState {
         allocatable: &allocatable,
         node: node.node(),
         unsafe_sysctls: &context.config.unsafe_sysctls,

@@ -165,7 +165,7 @@ pub fn write(managers: &Managers, page: &mut Page) {
     for node in topology.nodes.keys() {
         by_node.insert(node.to_string(), 0);
     }
-    for cpu in topology.cpus.only(&own).0.values() {
+    for cpu in topology.cpus.intersection(&own).0.values() {
         *by_node.entry(cpu.node.to_string()).or_default() += 1;
     }
     let name = "kubelet_cpu_manager_allocation_per_numa";

@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use crate::agent::Context;
 use crate::agent::pod::dispatch::Roster;
 use crate::config::Config;
-use crate::core::cpuset::list;
+use crate::core::cpuset::format_list;
 use crate::core::node::cpus::checkpoint as cpus;
 use crate::core::node::managers::{Checkpoints, Machine, Managers};
 use crate::core::node::memory::{checkpoint as memory, set_aside};
@@ -31,7 +31,7 @@ fn read(root: &Path, name: &str) -> anyhow::Result<Option<String>> {
 
 /// Creates the configured managers, with the assignments that an earlier agent or a kubelet stored.
 pub fn start(config: &Config) -> anyhow::Result<Managers> {
-    let machine = match config.managers.bind() || config.managers.alignment.is_some() {
+    let machine = match config.managers.pins_containers() || config.managers.alignment.is_some() {
         false => Machine::default(),
         true => Machine {
             topology: Arc::new(topology::read(Path::new(topology::SYSTEM))),
@@ -66,7 +66,7 @@ pub fn save(root: &Path, checkpoints: &[(&'static str, String)]) -> anyhow::Resu
 /// Binds containers to their CPUs and NUMA nodes, whenever assignments change and every `cpuManagerReconcilePeriod`.
 /// Also releases assignments of pods that no longer exist.
 pub async fn run(context: Arc<Context>, roster: watch::Receiver<Roster>) {
-    if !context.config.managers.bind() {
+    if !context.config.managers.pins_containers() {
         return std::future::pending().await;
     }
     let mut pinning = context.ledger.pinning();
@@ -94,10 +94,10 @@ impl Binding {
     fn of(pinning: &Pinning, container: &RunningContainer) -> Binding {
         let (uid, name) = (&container.uid, &container.name);
         Binding {
-            cpus: pinning.cpus(uid, name).map(list).unwrap_or_default(),
+            cpus: pinning.cpus(uid, name).map(format_list).unwrap_or_default(),
             nodes: pinning
                 .memory_nodes(uid, name)
-                .map(list)
+                .map(format_list)
                 .unwrap_or_default(),
         }
     }

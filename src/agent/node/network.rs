@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::agent::Context;
 use crate::config::Config;
-use crate::core::node::addresses::{Origin, changed, origin};
+use crate::core::node::addresses::{Origin, has_changed, origin};
 use crate::core::pod::dns::{Resolver, check_host};
 use crate::host::{HostError, blocking};
 use crate::sys::failure::doing;
@@ -48,7 +48,7 @@ pub async fn addresses(config: &Config) -> Result<Vec<String>, HostError> {
 /// Like [`addresses()`], for startup: without an address, pods that need one wait until the node has one.
 pub async fn first_addresses(config: &Config) -> Vec<String> {
     let external = config.external_cloud && config.kubeconfig.is_some();
-    if origin(external, config.has_node_ip, None) == Origin::Later {
+    if origin(external, config.has_node_ip, None) == Origin::Unknown {
         return vec![];
     }
     addresses(config).await.unwrap_or_else(|error| {
@@ -119,7 +119,7 @@ async fn host_addresses(context: &Context) -> Result<Vec<String>, HostError> {
     match origin(external, config.has_node_ip, reported) {
         Origin::Node(ips) => Ok(ips),
         Origin::Machine => addresses(config).await,
-        Origin::Later => Ok(vec![]),
+        Origin::Unknown => Ok(vec![]),
     }
 }
 
@@ -141,7 +141,7 @@ pub async fn run(context: Arc<Context>) {
         complaint = error;
         let found = answer.unwrap_or_default();
         context.node_ips.send_if_modified(|known| {
-            let is_other = changed(known, &found);
+            let is_other = has_changed(known, &found);
             if is_other {
                 tracing::info!(?known, ?found, "the node's addresses changed");
                 *known = found;

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use super::Network;
 use crate::agent::Context;
 use crate::core::node::conditions::joined;
-use crate::core::node::runtime_health::{Answer, RuntimeHealth};
+use crate::core::node::runtime_health::{RuntimeConditions, RuntimeHealth};
 use crate::cri::{Features, Image, RuntimeErrorKind};
 
 /// Interval between status requests while the runtime is not ready, and while it is.
@@ -61,16 +61,18 @@ pub(super) async fn poll(
                 publish(&context.features, status.features.clone());
                 publish(network, state);
                 (view.version, view.features) = (status.version, status.features);
-                let answer = Answer {
+                let answer = RuntimeConditions {
                     runtime: status.not_ready,
                     network: status.network_not_ready,
                 };
-                health.answered(began.elapsed(), answer);
+                health.record_status(began.elapsed(), answer);
             }
-            Ok(Err(error)) => health.failed(error.to_string()),
-            Err(_) => health.failed(format!("no answer within {}s", STATUS_TIMEOUT.as_secs())),
+            Ok(Err(error)) => health.record_failure(error.to_string()),
+            Err(_) => {
+                health.record_failure(format!("no answer within {}s", STATUS_TIMEOUT.as_secs()))
+            }
         }
-        health.listed(context.heartbeats.since_listing());
+        health.record_list(context.heartbeats.since_listing());
         view.polled = true;
         view.problems = health.problems(began.elapsed());
         let unasked = *network.borrow() == Network::Unknown;
@@ -81,7 +83,7 @@ pub(super) async fn poll(
             publish(network, Network::NotReady(why));
         }
         publish(views, view.clone());
-        let pause = if health.is_settled() {
+        let pause = if health.is_healthy() {
             POLL_INTERVALS.1
         } else {
             POLL_INTERVALS.0

@@ -10,7 +10,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::agent::{Context, Kind};
 use crate::core::node::collection::{
-    ContainerFate, DeadContainer, Failures, Fate, Standing, of_containers,
+    ContainerDecision, DeadContainer, Decision, Failures, PodState, decide_containers,
 };
 use crate::core::pod;
 
@@ -41,8 +41,11 @@ pub async fn run(context: Arc<Context>) {
     }
 }
 
-/// Decides about each exited container. `short` is whether the node is short of disk.
-pub async fn find(context: &Context, short: bool) -> Result<Vec<ContainerFate>, String> {
+/// Decides about each exited container. `disk_pressure` is whether the node is short of disk.
+pub async fn find(
+    context: &Context,
+    disk_pressure: bool,
+) -> Result<Vec<ContainerDecision>, String> {
     let dead = context.runtime.dead_containers().await;
     let dead = dead.map_err(|e| format!("containers cannot be listed: {e}"))?;
     let known: HashMap<String, bool> = context
@@ -54,21 +57,33 @@ pub async fn find(context: &Context, short: bool) -> Result<Vec<ContainerFate>, 
             (uid, pod::is_terminal(known.status_object()))
         })
         .collect();
-    let standing = |uid: &str| match known.get(uid) {
-        None => Standing::Unknown,
-        Some(true) => Standing::Finished,
-        Some(false) => Standing::Alive,
+    let pod_state = |uid: &str| match known.get(uid) {
+        None => PodState::Unknown,
+        Some(true) => PodState::Finished,
+        Some(false) => PodState::Alive,
     };
     let rules = context.config.dead_containers;
     let now = context.clock.now();
-    Ok(of_containers(dead, rules, standing, short, now))
+    Ok(decide_containers(
+        dead,
+        rules,
+        pod_state,
+        disk_pressure,
+        now,
+    ))
 }
 
 /// Removes the chosen containers with their logs. Returns how many, and the failures.
-pub async fn remove(context: &Context, fates: &[ContainerFate]) -> (usize, Failures) {
-    let going = fates.iter().filter(|f| matches!(f.fate, Fate::Goes(_)));
+pub async fn remove(context: &Context, decisions: &[ContainerDecision]) -> (usize, Failures) {
+    let going = decisions
+        .iter()
+        .filter(|f| matches!(f.decision, Decision::Remove(_)));
     let (mut removed, mut failures) = (0, Failures::new());
-    for ContainerFate { container, fate } in going {
+    for ContainerDecision {
+        container,
+        decision,
+    } in going
+    {
         let DeadContainer {
             id,
             namespace,
@@ -89,7 +104,7 @@ pub async fn remove(context: &Context, fates: &[ContainerFate]) -> (usize, Failu
             pod,
             container = name,
             attempt,
-            "removed a dead container: {fate}"
+            "removed a dead container: {decision}"
         );
         let owner = Pod {
             metadata: ObjectMeta {
@@ -110,7 +125,10 @@ pub async fn remove(context: &Context, fates: &[ContainerFate]) -> (usize, Failu
 }
 
 /// Decides and removes. Returns the same as [`remove`].
-pub async fn find_and_remove(context: &Context, short: bool) -> Result<(usize, Failures), String> {
-    let fates = find(context, short).await?;
-    Ok(remove(context, &fates).await)
+pub async fn find_and_remove(
+    context: &Context,
+    disk_pressure: bool,
+) -> Result<(usize, Failures), String> {
+    let decisions = find(context, disk_pressure).await?;
+    Ok(remove(context, &decisions).await)
 }

@@ -149,7 +149,7 @@ async fn read_again(api: &dyn PodApi, object: &Pod) -> Result<LastAnswer, ApiFai
 /// Whether a failure may mean that the pod was deleted. The apiserver's node authorizer then rejects requests ("no
 /// relationship found between node and this object"), and the watch reports the deletion soon.
 fn may_be_deleted(error: &ApiFailure, pauses: &Doubling) -> bool {
-    matches!(error, ApiFailure::Forbidden(_)) && !pauses.is_longest()
+    matches!(error, ApiFailure::Forbidden(_)) && !pauses.is_at_maximum()
 }
 
 async fn write(

@@ -15,7 +15,7 @@ use crate::config::Serving;
 use crate::core::digest;
 use crate::core::lock::lock;
 use crate::core::node::signing::subject;
-use crate::core::serving::Needs;
+use crate::core::serving::RequiredPermission;
 use crate::https::{Body, Peer, text};
 use crate::kubeapi::reviews::{Identity, NodeAccess, Reviews};
 
@@ -219,7 +219,7 @@ impl Access {
         }
     }
 
-    async fn may(&self, who: &Identity, needs: &Needs) -> Result<bool, String> {
+    async fn may(&self, who: &Identity, needs: &RequiredPermission) -> Result<bool, String> {
         if !self.serving.reviews {
             return Ok(true);
         }
@@ -258,7 +258,7 @@ impl Access {
         &self,
         peer: &Peer,
         headers: &HeaderMap,
-        needs: &Needs,
+        needs: &RequiredPermission,
     ) -> Result<(), Response<Body>> {
         let who = self.authenticate(peer, headers).await?;
         match self.authorize(&who, needs).await {
@@ -285,7 +285,7 @@ impl Access {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::serving::needs;
+    use crate::core::serving::required_permission;
     use crate::https::Certificate;
     use crate::kubeapi::pods::ApiFailure;
     use std::sync::atomic::{AtomicUsize, Ordering};
@@ -367,7 +367,7 @@ mod tests {
             );
         }
         access
-            .check(peer, &headers, &needs(method, path))
+            .check(peer, &headers, &required_permission(method, path))
             .await
             .map_or_else(|r| r.status().as_u16(), |()| 200)
     }

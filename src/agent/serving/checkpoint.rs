@@ -11,7 +11,7 @@ use serde_json::json;
 use super::Refusal;
 use super::Server;
 use super::streams;
-use crate::core::serving::Place;
+use crate::core::serving::PodTarget;
 use crate::core::serving::query;
 use crate::host::{HostError, blocking};
 use crate::https::{Body, text};
@@ -25,7 +25,7 @@ const FREE: u64 = 10;
 /// Creates a checkpoint.
 pub async fn make(
     server: &Arc<Server>,
-    place: &Place,
+    place: &PodTarget,
     text_of: &str,
 ) -> Result<Response<Body>, Refusal> {
     let timeout = query::pairs(text_of)

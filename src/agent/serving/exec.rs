@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 use super::streams::{channels_of, running};
 use super::{Context, Refusal, Server};
 use crate::core::backoff::Doubling;
-use crate::core::serving::{Place, Streams, command_status, query};
+use crate::core::serving::{PodTarget, Streams, command_status, query};
 use crate::cri::{ExecProcess, PreparedExec, Stdio};
 use crate::https::{Carried, CommandStreams, Output, OutputKind, carried, serve_command};
 use crate::sys::fifo::{self, Fifos};
@@ -42,7 +42,7 @@ const RETRIES: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_s
 /// the request: the command has no input, the client uses an older protocol, or the runtime does not support tasks.
 pub(super) async fn session(
     server: &Server,
-    place: &Place,
+    place: &PodTarget,
     request: &Request<Incoming>,
 ) -> Result<Option<DuplexStream>, Refusal> {
     let text = request.uri().query().unwrap_or_default();

@@ -21,7 +21,7 @@ use crate::agent::Context;
 use crate::core::pod;
 use crate::core::pod::observed::{Container, ContainerState, ObservedPod};
 use crate::core::serving::logs::Decoder;
-use crate::core::serving::{LogOptions, Place};
+use crate::core::serving::{LogOptions, PodTarget};
 use crate::host::blocking;
 use crate::host::serving::logfile::{LogFile, Next};
 use crate::https::{Body, BoxError, text};
@@ -177,7 +177,7 @@ fn instance(
 }
 
 /// Finds the pod of the request's container.
-fn find(server: &Server, place: &Place) -> Result<Known, Refusal> {
+fn find(server: &Server, place: &PodTarget) -> Result<Known, Refusal> {
     let known = server.find(place).ok_or_else(|| {
         Refusal(
             StatusCode::NOT_FOUND,
@@ -198,7 +198,7 @@ fn find(server: &Server, place: &Place) -> Result<Known, Refusal> {
 /// `GET /containerLogs/…`.
 pub async fn serve_container_log(
     server: &Arc<Server>,
-    place: &Place,
+    place: &PodTarget,
     query: &str,
 ) -> Result<Response<Body>, Refusal> {
     let context = &server.context;
@@ -231,7 +231,7 @@ pub async fn serve_container_log(
     let (sender, pieces) = mpsc::channel(MAX_QUEUED_PIECES);
     let decoder = Decoder::new(&options);
     let decoder = match log.tail() {
-        Some(start) => decoder.beginning(start),
+        Some(start) => decoder.starting_at(start),
         None => decoder,
     };
     let follow = options.follow.then(|| Following {
@@ -307,7 +307,7 @@ async fn read_to_end(
         if !out.is_empty() && to.send(out.into()).await.is_err() {
             return None;
         }
-        if decoder.is_full() {
+        if decoder.is_complete() {
             return None;
         }
         match next {

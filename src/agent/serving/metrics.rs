@@ -24,7 +24,7 @@ use crate::sys::meter;
 const NANO: f64 = 1e9;
 
 pub(super) fn page(page: Page) -> Response<Body> {
-    let mut response = text(StatusCode::OK, page.into_text());
+    let mut response = text(StatusCode::OK, page.into_string());
     response.headers_mut().insert(
         CONTENT_TYPE,
         HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"),
@@ -50,7 +50,7 @@ pub async fn part(server: &Arc<Server>, name: &str) -> Result<Response<Body>, Re
 /// `/metrics/resource`, which autoscalers and `kubectl top` read.
 async fn resource(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     let mut out = Page::default();
-    let snapshot = match figures::snapshot(server, Depth::Figures).await {
+    let snapshot = match figures::snapshot(server, Depth::Summary).await {
         Ok(snapshot) => snapshot,
         Err(error) => {
             tracing::debug!(%error, "cannot read the figures of containers");
@@ -572,7 +572,7 @@ async fn own(server: &Arc<Server>) -> Response<Body> {
     for feature in FEATURES {
         out.sample(
             name,
-            &[("name", feature.name), ("stage", feature.stage.shown())],
+            &[("name", feature.name), ("stage", feature.stage.label())],
             f64::from(u8::from(feature.is_enabled(&context.config.feature_gates))),
             None,
         );

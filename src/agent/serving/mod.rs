@@ -35,7 +35,7 @@ use tracing::Instrument as _;
 use super::Context;
 use super::metrics::RequestInFlight;
 use crate::core::pod;
-use crate::core::serving::{self, Endpoint, Place, Routed};
+use crate::core::serving::{self, Endpoint, PodTarget, Route};
 use crate::cri::{ImageFilesystem, RuntimeError};
 use crate::https::{self, Body, Limits, Peer, Protocol, text};
 use crate::kubeapi::reviews::Reviews;
@@ -109,7 +109,7 @@ impl KnownPods {
 struct Refusal(StatusCode, String);
 
 impl Refusal {
-    fn of((code, why): serving::Refused) -> Refusal {
+    fn of((code, why): serving::Rejection) -> Refusal {
         Refusal(
             StatusCode::from_u16(code).unwrap_or(StatusCode::BAD_REQUEST),
             why,
@@ -129,13 +129,13 @@ pub struct Server {
 
 /// The method and the path family of a request, for metrics and traces.
 fn method_and_family(request: &Request<Incoming>) -> (&'static str, &'static str) {
-    let method = serving::known_method(request.method().as_str());
-    (method, serving::family(request.uri().path()))
+    let method = serving::metric_method(request.method().as_str());
+    (method, serving::metric_path(request.uri().path()))
 }
 
 impl Server {
     /// Finds the pod of a path.
-    fn find(&self, place: &Place) -> Option<Known> {
+    fn find(&self, place: &PodTarget) -> Option<Known> {
         let fits = |known: &&Known| {
             let pod = &known.pod;
             let uid = place.uid.as_ref().is_none_or(|uid| {
@@ -178,7 +178,7 @@ impl Server {
         server: &'static str,
     ) -> Arc<RequestInFlight> {
         let metrics = &self.context.metrics;
-        let in_flight = metrics.http(method, path, server, serving::is_long(path));
+        let in_flight = metrics.http(method, path, server, serving::is_long_running(path));
         let in_flight = Arc::new(in_flight);
         request.extensions_mut().insert(Arc::clone(&in_flight));
         in_flight
@@ -187,7 +187,7 @@ impl Server {
     async fn answer(self: Arc<Self>, peer: Peer, mut request: Request<Incoming>) -> Response<Body> {
         let (method, path) = method_and_family(&request);
         let in_flight = self.count(&mut request, (method, path), "readwrite");
-        let needs = serving::needs(request.method().as_str(), request.uri().path());
+        let needs = serving::required_permission(request.method().as_str(), request.uri().path());
         let span = tracing::info_span!(target: "trace::http", "http", otel.name = format!("{method} /{path}"), otel.kind = "server");
         let answer = async {
             match self.access.check(&peer, request.headers(), &needs).await {
@@ -200,11 +200,11 @@ impl Server {
 
     async fn serve(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {
         let endpoint = match serving::route(request.method().as_str(), request.uri().path()) {
-            Routed::Found(endpoint) => endpoint,
-            Routed::OtherMethod => {
+            Route::Found(endpoint) => endpoint,
+            Route::MethodNotAllowed => {
                 return text(StatusCode::METHOD_NOT_ALLOWED, "405: Method Not Allowed");
             }
-            Routed::Nothing => return text(StatusCode::NOT_FOUND, "404 page not found"),
+            Route::NotFound => return text(StatusCode::NOT_FOUND, "404 page not found"),
         };
         if let Some(Refusal(code, why)) = self.disabled_error(&endpoint) {
             return text(code, why);
@@ -218,7 +218,7 @@ impl Server {
     fn disabled_error(&self, endpoint: &Endpoint) -> Option<Refusal> {
         let config = &self.context.config.serving;
         if !config.debugging {
-            return serving::without_debugging(endpoint).map(Refusal::of);
+            return serving::disabled_response(endpoint).map(Refusal::of);
         }
         let why = match endpoint {
             Endpoint::Files(_) if !config.system_logs => "logs endpoint is disabled.",
@@ -316,8 +316,8 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
                     let in_flight = server.count(&mut request, names, "readonly");
                     let (method, path) = (request.method().as_str(), request.uri().path());
                     let closed = match serving::route(method, path) {
-                        Routed::Found(endpoint) => serving::without_debugging(&endpoint),
-                        Routed::OtherMethod | Routed::Nothing => None,
+                        Route::Found(endpoint) => serving::disabled_response(&endpoint),
+                        Route::MethodNotAllowed | Route::NotFound => None,
                     };
                     let answer = match closed.map(Refusal::of) {
                         Some(Refusal(code, why)) => text(code, why),
@@ -344,7 +344,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
                 async move {
                     let uri = request.uri();
                     match serving::route(request.method().as_str(), uri.path()) {
-                        Routed::Found(Endpoint::Health(check)) => {
+                        Route::Found(Endpoint::Health(check)) => {
                             let query = uri.query().unwrap_or_default();
                             views::health(&server.context, &check, query)
                         }

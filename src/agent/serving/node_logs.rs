@@ -12,7 +12,7 @@ use tokio::task::JoinHandle;
 
 use super::Refusal;
 use super::logs;
-use crate::core::serving::log_query::{self, LogQuery, Searched};
+use crate::core::serving::log_query::{self, LogQuery, LogSource};
 use crate::https::Body;
 
 /// Timeout of a query.
@@ -27,9 +27,9 @@ pub async fn search(query: &str) -> Result<Option<Response<Body>>, Refusal> {
     else {
         return Ok(None);
     };
-    match &query.of {
-        Searched::File(path) => logs::serve_node_log(path).await.map(Some),
-        Searched::Services(services) => of_services(&query, services).await.map(Some),
+    match &query.source {
+        LogSource::File(path) => logs::serve_node_log(path).await.map(Some),
+        LogSource::Services(services) => of_services(&query, services).await.map(Some),
     }
 }
 
@@ -44,7 +44,7 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
         .kill_on_drop(true);
     let mut child = match command.spawn() {
         Ok(child) => child,
-        Err(error) if query.is_narrowed() => {
+        Err(error) if query.has_filters() => {
             return Err(Refusal(
                 StatusCode::INTERNAL_SERVER_ERROR,
                 format!("the node's journal cannot be read: journalctl: {error}"),
@@ -71,7 +71,7 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
         .unwrap_or(0);
     first.truncate(length);
     let nothing = length == 0 || first.starts_with(b"-- No entries --");
-    if nothing && !query.is_narrowed() {
+    if nothing && !query.has_filters() {
         return own_file(services).await;
     }
     let (sender, pieces) = mpsc::channel(2);

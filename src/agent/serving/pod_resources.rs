@@ -99,7 +99,7 @@ fn cpu_ids<'a>(cpus: impl IntoIterator<Item = &'a u32>) -> Vec<i64> {
 
 /// The prepared devices of the claims that a container refers to.
 fn claimed(pod: &Pod, container: &Container, claims: &Claims) -> Vec<pb::DynamicResource> {
-    let held = claims.held(pod, container).into_iter();
+    let held = claims.claims_of_container(pod, container).into_iter();
     let claim = held.map(|(claim, drivers)| {
         let devices = drivers
             .iter()
@@ -145,7 +145,7 @@ fn of_container(
     let blocks = blocks.and_then(|memory| memory.blocks(uid, name));
     pb::ContainerResources {
         name: name.clone(),
-        devices: devices(held.devices.held(uid, name)),
+        devices: devices(held.devices.devices_of(uid, name)),
         cpu_ids: cpu_ids(cpus.into_iter().flatten()),
         memory: memory(blocks.unwrap_or_default()),
         dynamic_resources: claimed(pod, container, held.claims),
@@ -172,7 +172,7 @@ fn of_pod_v1alpha1(pod: &Pod, held: &Devices) -> alpha::PodResources {
     let regular = containers.iter().filter(|(role, _)| *role == Role::Regular);
     let resources = |container: &Container| alpha::ContainerResources {
         name: container.name.clone(),
-        devices: devices(held.held(pod::uid(pod), &container.name))
+        devices: devices(held.devices_of(pod::uid(pod), &container.name))
             .into_iter()
             .map(|d| alpha::ContainerDevices {
                 resource_name: d.resource_name,

@@ -16,7 +16,7 @@ use super::views;
 use crate::core::pod;
 use crate::core::serving::cgroup_stats::{Depth, Usage};
 use crate::core::serving::machine_stats::Interface;
-use crate::core::serving::pressure::{Pressure, Waited};
+use crate::core::serving::pressure::{Pressure, StallTime};
 use crate::core::time::seconds;
 use crate::cri::{ImageFilesystem, Layer};
 use crate::host::blocking;
@@ -30,7 +30,7 @@ fn time(at: Timestamp) -> Value {
 /// Pressure in the format of the summary. Totals are in microseconds, as the kernel reports them. The format specifies
 /// nanoseconds, but the kubelet sends microseconds.
 fn psi(pressure: Option<Pressure>) -> Option<Value> {
-    let of = |w: Waited| json!({"total": w.total, "avg10": w.averages[0], "avg60": w.averages[1], "avg300": w.averages[2]});
+    let of = |w: StallTime| json!({"total": w.total, "avg10": w.averages[0], "avg60": w.averages[1], "avg300": w.averages[2]});
     pressure.map(|p| json!({"full": of(p.full), "some": of(p.some)}))
 }
 
@@ -218,7 +218,7 @@ pub async fn summary(server: &Arc<Server>, query: &str) -> Result<Response<Body>
         .any(|(key, value)| {
             key == "only_cpu_and_memory" && crate::core::serving::query::is_true(value)
         });
-    let snapshot = figures::snapshot(server, Depth::Figures)
+    let snapshot = figures::snapshot(server, Depth::Summary)
         .await
         .map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e.message))?;
     let disks = if whole {

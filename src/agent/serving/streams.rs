@@ -15,7 +15,7 @@ use super::Server;
 use super::exec;
 use crate::agent::metrics::RequestInFlight;
 use crate::core::pod::observed::ContainerState;
-use crate::core::serving::{Endpoint, Place, Streams};
+use crate::core::serving::{Endpoint, PodTarget, Streams};
 use crate::core::{pod, serving::query};
 use crate::cri::{Exec, RuntimeError, RuntimeErrorKind};
 use crate::https::{
@@ -49,7 +49,7 @@ fn streams(server: &Server, endpoint: &Endpoint, text: &str) -> Result<Streams, 
 }
 
 /// The runtime's id of a running container.
-pub(super) async fn running(server: &Server, place: &Place) -> Result<String, Refusal> {
+pub(super) async fn running(server: &Server, place: &PodTarget) -> Result<String, Refusal> {
     let known = server
         .find(place)
         .ok_or_else(|| Refusal(StatusCode::NOT_FOUND, "pod does not exist".into()))?;
@@ -246,7 +246,7 @@ pub(super) fn channels_of(streams: Streams) -> Channels {
 /// `POST /run/…?cmd=`: runs a command and returns its output.
 pub async fn run(
     server: &Arc<Server>,
-    place: &Place,
+    place: &PodTarget,
     text_of: &str,
 ) -> Result<Response<Body>, Refusal> {
     let command = query::pairs(text_of)

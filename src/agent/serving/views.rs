@@ -58,8 +58,8 @@ pub async fn verbosity(request: Request<Incoming>) -> Result<Response<Body>, Ref
 /// `/healthz`, and the named check below it.
 pub fn health(context: &Context, check: &str, query: &str) -> Response<Body> {
     let health = Health {
-        last_turn: context.heartbeats.since_turn(),
-        resync: context.config.sync_frequency,
+        since_last_iteration: context.heartbeats.since_turn(),
+        sync_frequency: context.config.sync_frequency,
     };
     let (code, answer) = health.answer(check, query);
     let code = StatusCode::from_u16(code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);

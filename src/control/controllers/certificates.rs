@@ -11,13 +11,13 @@ use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 
 use super::any_change;
-use crate::core::node::signing::{self, Asked, Requester, Verdict};
+use crate::core::node::signing::{self, CsrRequest, Requester, Verdict};
 use crate::kubeapi::Api;
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::{chain, code};
 
 /// Signs a validated request: whether it is for a client certificate, and the lifetime in seconds. The result is PEM.
-pub type Sign = Arc<dyn Fn(&Asked, bool, i64) -> Result<String, String> + Send + Sync>;
+pub type Sign = Arc<dyn Fn(&CsrRequest, bool, i64) -> Result<String, String> + Send + Sync>;
 
 /// Maximum lifetime of a certificate, in seconds: one year.
 const MAX_LIFETIME_SECONDS: i64 = 365 * 24 * 3600;
@@ -34,7 +34,7 @@ enum Step {
     Approve,
     Fail(String),
     /// The validated request, whether it is for a client certificate, and the lifetime in seconds.
-    Sign(Box<Asked>, bool, i64),
+    Sign(Box<CsrRequest>, bool, i64),
     Remove,
 }
 
@@ -70,17 +70,17 @@ fn decide(request: &CertificateSigningRequest, now: Timestamp) -> Step {
         name: spec.username.as_deref().unwrap_or_default(),
         groups: &groups,
     };
-    let asked = signing::asked(&der);
-    let verdict = signing::judge(&spec.signer_name, &asked, &usages, requester);
-    match (verdict, asked) {
+    let csr = signing::parse_request(&der);
+    let verdict = signing::decide(&spec.signer_name, &csr, &usages, requester);
+    match (verdict, csr) {
         (Verdict::Ignore, _) => Step::Nothing,
         (Verdict::Allow, _) if !approved => Step::Approve,
         (Verdict::Wait | Verdict::Refuse(_), _) if !approved => Step::Nothing,
         (Verdict::Refuse(why), _) | (_, Err(why)) => Step::Fail(why),
-        (Verdict::Allow | Verdict::Wait, Ok(asked)) => {
+        (Verdict::Allow | Verdict::Wait, Ok(csr)) => {
             let seconds = spec.expiration_seconds.map(i64::from).filter(|s| *s >= 600);
             Step::Sign(
-                Box::new(asked),
+                Box::new(csr),
                 spec.signer_name == signing::CLIENT,
                 seconds
                     .unwrap_or(MAX_LIFETIME_SECONDS)
@@ -146,8 +146,8 @@ async fn take(
             )
             .await
             .map(|_| ()),
-        Step::Sign(asked, is_client, seconds) => {
-            let patch = match sign(&asked, is_client, seconds) {
+        Step::Sign(csr, is_client, seconds) => {
+            let patch = match sign(&csr, is_client, seconds) {
                 Ok(pem) => {
                     use base64::Engine as _;
                     let text = base64::engine::general_purpose::STANDARD.encode(pem);
@@ -232,7 +232,7 @@ mod tests {
         );
         assert!(matches!(
             decide(&of("other", condition("Approved")), at(0)),
-            Step::Sign(asked, true, 700) if asked.name == node
+            Step::Sign(csr, true, 700) if csr.name == node
         ));
         assert_eq!(decide(&of(node, condition("Denied")), at(0)), Step::Nothing);
         assert_eq!(decide(&of(node, condition("Denied")), at(2)), Step::Remove);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use jiff::{SignedDuration, Timestamp};
 
-use crate::core::node::collection::{Fate, Removal, Stay};
+use crate::core::node::collection::{Decision, KeepReason, RemovalReason};
 
 /// When images are removed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -207,12 +207,12 @@ impl Ledger {
         let mut all: Vec<ImageDecision> = plan
             .aged
             .iter()
-            .map(|image| decision(image, Fate::Goes(Removal::Age)))
+            .map(|image| decision(image, Decision::Remove(RemovalReason::Age)))
             .collect();
         for image in &plan.candidates {
             let fate = match freed < plan.wanted {
-                true => Fate::Goes(Removal::Space),
-                false => Fate::Stays(Stay::Enough),
+                true => Decision::Remove(RemovalReason::Space),
+                false => Decision::Keep(KeepReason::Enough),
             };
             freed = freed.saturating_add(image.size);
             all.push(decision(image, fate));
@@ -224,12 +224,12 @@ impl Ledger {
             .map(|image| {
                 let age = now.duration_since(self.known(image, now).detected);
                 let stay = match image {
-                    ImageOnNode { used: true, .. } => Stay::InUse(users(image)),
-                    ImageOnNode { pinned: true, .. } => Stay::Pinned,
-                    _ if age < minimum_age => Stay::New,
-                    _ => Stay::NoNeed,
+                    ImageOnNode { used: true, .. } => KeepReason::InUse(users(image)),
+                    ImageOnNode { pinned: true, .. } => KeepReason::Pinned,
+                    _ if age < minimum_age => KeepReason::New,
+                    _ => KeepReason::NoNeed,
                 };
-                decision(image, Fate::Stays(stay))
+                decision(image, Decision::Keep(stay))
             })
             .collect();
         rest.sort_by_key(|decision| (decision.last_used, decision.image.id.clone()));
@@ -246,7 +246,7 @@ pub struct ImageDecision {
     /// When the image was last seen in use.
     pub last_used: Option<Timestamp>,
     /// The decision.
-    pub fate: Fate,
+    pub fate: Decision,
 }
 
 #[cfg(test)]
@@ -426,20 +426,20 @@ mod tests {
         ledger.record(&images, at(0));
         let more: Vec<ImageOnNode> = images.into_iter().chain([image("new", false)]).collect();
         ledger.record(&more, at(100));
-        let decisions = |rules: &Rules| -> Vec<(String, Fate)> {
+        let decisions = |rules: &Rules| -> Vec<(String, Decision)> {
             let plan = ledger.plan(&more, rules, full, at(0), at(150));
             let by = |_: &ImageOnNode| vec!["pod n/p".to_owned()];
             let all = ledger.decisions(&more, &plan, rules.minimum_age, at(150), by);
             all.into_iter().map(|j| (j.image.id, j.fate)).collect()
         };
-        let in_use = Fate::Stays(Stay::InUse(vec!["pod n/p".into()]));
-        let kept = |stay| Fate::Stays(stay);
-        let expected = |first: Fate, second: Fate| {
+        let in_use = Decision::Keep(KeepReason::InUse(vec!["pod n/p".into()]));
+        let kept = |stay| Decision::Keep(stay);
+        let expected = |first: Decision, second: Decision| {
             [
                 ("a".to_owned(), first),
                 ("b".to_owned(), second),
-                ("new".to_owned(), kept(Stay::New)),
-                ("pause".to_owned(), kept(Stay::Pinned)),
+                ("new".to_owned(), kept(KeepReason::New)),
+                ("pause".to_owned(), kept(KeepReason::Pinned)),
                 ("used".to_owned(), in_use.clone()),
             ]
         };
@@ -451,17 +451,20 @@ mod tests {
         };
         assert_eq!(
             decisions(&high),
-            expected(Fate::Goes(Removal::Space), kept(Stay::Enough))
+            expected(
+                Decision::Remove(RemovalReason::Space),
+                kept(KeepReason::Enough)
+            )
         );
         assert_eq!(
             decisions(&Rules::default()),
-            expected(kept(Stay::NoNeed), kept(Stay::NoNeed))
+            expected(kept(KeepReason::NoNeed), kept(KeepReason::NoNeed))
         );
         let old = Rules {
             maximum_age: Some(SignedDuration::from_secs(60)),
             ..Rules::default()
         };
-        let aged = || Fate::Goes(Removal::Age);
+        let aged = || Decision::Remove(RemovalReason::Age);
         assert_eq!(decisions(&old), expected(aged(), aged()));
     }
 

@@ -13,11 +13,11 @@ const LOOPBACK: u32 = 1;
 
 /// The addresses and default routes of this machine, from the kernel.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Machine {
+pub struct MachineAddresses {
     /// Interface indexes with their addresses.
-    pub held: Vec<(u32, IpAddr)>,
+    pub addresses: Vec<(u32, IpAddr)>,
     /// Interfaces of default routes, most preferred first: IPv4, then IPv6.
-    pub default: [Vec<u32>; 2],
+    pub default_routes: [Vec<u32>; 2],
 }
 
 /// Whether an address is valid beyond its own link: not loopback, link-local, multicast or unspecified.
@@ -29,13 +29,16 @@ fn is_global(ip: IpAddr) -> bool {
     !(link_local || ip.is_loopback() || ip.is_multicast() || ip.is_unspecified())
 }
 
-impl Machine {
+impl MachineAddresses {
     fn has(&self, ip: IpAddr) -> bool {
-        self.held.iter().any(|(_, held)| *held == ip)
+        self.addresses.iter().any(|(_, own)| *own == ip)
     }
 
     fn on(&self, interface: u32, ipv6: bool) -> Option<IpAddr> {
-        let mut on = self.held.iter().filter(|(index, _)| *index == interface);
+        let mut on = self
+            .addresses
+            .iter()
+            .filter(|(index, _)| *index == interface);
         let found = on.find(|(_, ip)| ip.is_ipv6() == ipv6 && is_global(*ip));
         found.map(|(_, ip)| *ip)
     }
@@ -46,7 +49,7 @@ impl Machine {
     #[must_use]
     pub fn by_default_route(&self, ipv6: bool) -> Option<IpAddr> {
         [ipv6, !ipv6].into_iter().find_map(|ipv6| {
-            let interfaces = self.default[usize::from(ipv6)].iter();
+            let interfaces = self.default_routes[usize::from(ipv6)].iter();
             let mut tried = interfaces.flat_map(|index| [*index, LOOPBACK]);
             tried.find_map(|index| self.on(index, ipv6))
         })
@@ -56,7 +59,7 @@ impl Machine {
     #[must_use]
     pub fn any(&self) -> Option<IpAddr> {
         let any = || {
-            self.held
+            self.addresses
                 .iter()
                 .map(|(_, ip)| *ip)
                 .find(|ip| is_global(*ip))
@@ -126,7 +129,7 @@ pub fn addresses(sources: Sources<'_>) -> Option<Vec<NodeAddress>> {
 /// The host names and IP addresses of the node's serving certificate, each sorted
 /// (`pkg/kubelet/certificate/kubelet.go`).
 #[must_use]
-pub fn served(reported: &[NodeAddress]) -> (Vec<String>, Vec<String>) {
+pub fn certificate_names(reported: &[NodeAddress]) -> (Vec<String>, Vec<String>) {
     let (mut names, mut ips) = (BTreeSet::new(), BTreeSet::new());
     for NodeAddress { type_, address } in reported.iter().filter(|a| !a.address.is_empty()) {
         let ip: Option<IpAddr> = address.parse().ok();
@@ -151,7 +154,7 @@ pub enum Origin {
     /// The addresses of this machine, by `--node-ip` and the default routes.
     Machine,
     /// Unknown until the Node is available, because its addresses may differ from the machine's.
-    Later,
+    Unknown,
 }
 
 /// Decides where the host IPs of pods come from. `node` has the addresses in the Node's status, if the Node is known.
@@ -161,7 +164,7 @@ pub fn origin(external: bool, given: bool, node: Option<&[NodeAddress]>) -> Orig
     match node {
         _ if !external => Origin::Machine,
         None if given => Origin::Machine,
-        None => Origin::Later,
+        None => Origin::Unknown,
         Some(reported) => match of_host(reported).as_slice() {
             [] => Origin::Machine,
             ips => Origin::Node(ips.to_vec()),
@@ -187,7 +190,7 @@ fn of_host(reported: &[NodeAddress]) -> Vec<String> {
 
 /// Whether the found addresses replace the known ones. An empty result is no change: the network may be restarting.
 #[must_use]
-pub fn changed(known: &[String], found: &[String]) -> bool {
+pub fn has_changed(known: &[String], found: &[String]) -> bool {
     !found.is_empty() && known != found
 }
 
@@ -195,7 +198,7 @@ pub fn changed(known: &[String], found: &[String]) -> bool {
 /// elsewhere. Unlike the kubelet, loopback addresses are accepted, because a cluster of one machine without a network
 /// has no other.
 #[must_use]
-pub fn objection(ip: IpAddr) -> Option<&'static str> {
+pub fn invalid_reason(ip: IpAddr) -> Option<&'static str> {
     let link_local = match ip {
         IpAddr::V4(ip) => ip.is_link_local(),
         IpAddr::V6(ip) => ip.is_unicast_link_local(),
@@ -228,7 +231,7 @@ mod tests {
                 type_: (*kind).into(),
                 address: (*address).into(),
             };
-            served(&all.iter().map(address).collect::<Vec<_>>())
+            certificate_names(&all.iter().map(address).collect::<Vec<_>>())
         };
         let strings = |all: &[&str]| all.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>();
         let all = [
@@ -298,23 +301,23 @@ mod tests {
             };
             pairs.map(address).collect()
         };
-        let told = |ips: &[&str]| Origin::Node(ips.iter().map(|ip| (*ip).into()).collect());
+        let node_ips = |ips: &[&str]| Origin::Node(ips.iter().map(|ip| (*ip).into()).collect());
         let both = "Hostname=n ExternalIP=198.51.100.1 InternalIP=10.0.0.1 InternalIP=10.0.0.2 InternalIP=fd00::1";
         for (external, given, node, expected) in [
             (false, false, Some(both), Origin::Machine),
-            (true, false, Some(both), told(&["10.0.0.1", "fd00::1"])),
-            (true, true, Some(both), told(&["10.0.0.1", "fd00::1"])),
+            (true, false, Some(both), node_ips(&["10.0.0.1", "fd00::1"])),
+            (true, true, Some(both), node_ips(&["10.0.0.1", "fd00::1"])),
             (
                 true,
                 true,
                 Some("ExternalIP=2001:db8::1"),
-                told(&["2001:db8::1"]),
+                node_ips(&["2001:db8::1"]),
             ),
             (
                 true,
                 true,
                 Some("ExternalIP=2001:db8::1 InternalIP=10.0.0.1"),
-                told(&["10.0.0.1", "2001:db8::1"]),
+                node_ips(&["10.0.0.1", "2001:db8::1"]),
             ),
             (
                 true,
@@ -322,7 +325,7 @@ mod tests {
                 Some("Hostname=n InternalDNS=n.a"),
                 Origin::Machine,
             ),
-            (true, false, None, Origin::Later),
+            (true, false, None, Origin::Unknown),
             (true, true, None, Origin::Machine),
         ] {
             let reported = node.map(of);
@@ -382,28 +385,28 @@ mod tests {
         (BRIDGE, [&[], &[]], "n", "172.17.0.1", false, "172.17.0.1"),
     ];
 
-    fn machine(held: &str, default: [&[u32]; 2]) -> Machine {
-        let held = held.split_whitespace().map(|pair| {
+    fn machine(addresses: &str, default_routes: [&[u32]; 2]) -> MachineAddresses {
+        let addresses = addresses.split_whitespace().map(|pair| {
             let (index, ip) = pair.split_once('=').expect("a pair");
             let ip = ip.parse().expect("an address");
             (index.parse().expect("an index"), ip)
         });
-        Machine {
-            held: held.collect(),
-            default: default.map(<[u32]>::to_vec),
+        MachineAddresses {
+            addresses: addresses.collect(),
+            default_routes: default_routes.map(<[u32]>::to_vec),
         }
     }
 
     #[test]
     fn the_node_address_comes_from_its_name_or_default_route_and_never_from_a_bridge() {
-        for (held, default, name, resolved, ipv6, expected) in CHOSEN {
+        for (addresses, default_routes, name, resolved, ipv6, expected) in CHOSEN {
             let resolved = resolved.split_whitespace();
             let resolved: Vec<IpAddr> = resolved.map(|t| t.parse().expect("an address")).collect();
-            let found = machine(held, default).of_node(name, &resolved, ipv6);
+            let found = machine(addresses, default_routes).of_node(name, &resolved, ipv6);
             let found = found.map(|ip| ip.to_string()).unwrap_or_default();
             assert_eq!(
                 found, expected,
-                "{held} {default:?} {name} {resolved:?} {ipv6}"
+                "{addresses} {default_routes:?} {name} {resolved:?} {ipv6}"
             );
         }
     }
@@ -449,7 +452,7 @@ mod tests {
             ("", "", false),
         ] {
             assert_eq!(
-                changed(&of(known), &of(found)),
+                has_changed(&of(known), &of(found)),
                 expected,
                 "{known:?} {found:?}"
             );
@@ -469,7 +472,7 @@ mod tests {
             ("224.0.0.1", false),
             ("ff02::1", false),
         ] {
-            assert_eq!(objection(ip(text)).is_none(), fine, "{text}");
+            assert_eq!(invalid_reason(ip(text)).is_none(), fine, "{text}");
         }
         for (texts, fine) in [
             (vec!["192.0.2.1"], true),

@@ -32,7 +32,7 @@ pub struct Refusal {
 
 /// Resources of this node that pods may use.
 #[derive(Debug, Clone, Copy)]
-pub struct Room<'a> {
+pub struct NodeResources<'a> {
     /// The allocatable resources that this agent computed.
     pub allocatable: &'a Amounts,
     /// The Node with further extended resources. `None` for a resize, which does not change them.
@@ -40,7 +40,7 @@ pub struct Room<'a> {
 }
 
 /// State of this node that admission depends on.
-pub struct Here<'a> {
+pub struct NodeState<'a> {
     /// Resources that pods may use.
     pub allocatable: &'a Amounts,
     /// The Node object of this machine. Required: admission depends on its labels, taints and extended resources.
@@ -59,18 +59,18 @@ pub struct Here<'a> {
     pub shutting_down: bool,
 }
 
-impl<'a> Here<'a> {
+impl<'a> NodeState<'a> {
     /// Resources that pods may use.
     #[must_use]
-    pub fn room(&self) -> Room<'a> {
-        Room {
+    pub fn resources(&self) -> NodeResources<'a> {
+        NodeResources {
             allocatable: self.allocatable,
             node: Some(self.node),
         }
     }
 }
 
-impl Room<'_> {
+impl NodeResources<'_> {
     /// The allocatable amount of a resource. `None` for an extended resource that the Node does not list: the cluster
     /// or a claim (DRA) provides the resource, and admission does not check it. Other unknown resources count as zero.
     fn allocatable_of(&self, name: &str) -> Option<Quantity> {
@@ -88,7 +88,7 @@ impl Room<'_> {
 /// Reason for a pod whose node affinity or node selector does not match the node.
 pub const NODE_AFFINITY: &str = "NodeAffinity";
 
-pub(super) fn refuse(reason: &str, message: impl Into<String>) -> Refusal {
+pub(super) fn reject(reason: &str, message: impl Into<String>) -> Refusal {
     Refusal {
         reason: reason.into(),
         message: message.into(),
@@ -101,33 +101,33 @@ pub(super) fn refuse(reason: &str, message: impl Into<String>) -> Refusal {
 pub(super) fn infeasible(cause: Infeasible, message: impl Into<String>) -> Refusal {
     Refusal {
         infeasible: Some(cause),
-        ..refuse(INFEASIBLE, message)
+        ..reject(INFEASIBLE, message)
     }
 }
 
 /// Rejects a pod because resources could not be allocated after earlier checks found them available.
-pub(super) fn unexpected(error: impl std::fmt::Display) -> Refusal {
-    refuse(
+pub(super) fn unexpected_error(error: impl std::fmt::Display) -> Refusal {
+    reject(
         "UnexpectedAdmissionError",
         format!("Allocate failed due to {error}, which is unexpected"),
     )
 }
 
 /// Checks the operating system and the supplemental groups policy that the pod requires.
-fn check_kind(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
+fn check_kind(pod: &Pod, node_state: &NodeState<'_>) -> Result<(), Refusal> {
     let spec = pod::spec(pod);
     let selected = spec
         .node_selector
         .as_ref()
         .and_then(|s| s.get("kubernetes.io/os"));
     if selected.is_some_and(|os| os != "linux") {
-        return Err(refuse(
+        return Err(reject(
             "PodOSSelectorNodeLabelDoesNotMatch",
             "Failed to admit pod as the `kubernetes.io/os` label doesn't match node label",
         ));
     }
     if spec.os.as_ref().is_some_and(|os| os.name != "linux") {
-        return Err(refuse(
+        return Err(reject(
             "PodOSNotSupported",
             "Failed to admit pod as the OS field doesn't match node OS",
         ));
@@ -136,8 +136,8 @@ fn check_kind(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
         .security_context
         .as_ref()
         .and_then(|s| s.supplemental_groups_policy.as_deref());
-    if policy == Some("Strict") && !here.strict_groups {
-        return Err(refuse(
+    if policy == Some("Strict") && !node_state.strict_groups {
+        return Err(reject(
             "SupplementalGroupsPolicyNotSupported",
             "SupplementalGroupsPolicy=Strict is not supported in this node",
         ));
@@ -146,14 +146,14 @@ fn check_kind(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
 }
 
 /// Rejects a pod whose AppArmor profile cannot be enforced, so that the pod does not run unconfined.
-fn check_apparmor(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
+fn check_apparmor(pod: &Pod, node_state: &NodeState<'_>) -> Result<(), Refusal> {
     // Pods that already run were checked before.
     if pod::phase(pod) != "Pending" {
         return Ok(());
     }
-    match cri_config::apparmor_refusal(pod, here.apparmor) {
+    match cri_config::apparmor_refusal(pod, node_state.apparmor) {
         None => Ok(()),
-        Some(why) => Err(refuse(
+        Some(why) => Err(reject(
             "AppArmor",
             format!("Cannot enforce AppArmor: {why}"),
         )),
@@ -161,27 +161,27 @@ fn check_apparmor(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
 }
 
 /// Decides whether the node admits a pod. `used` has the resources of the pods that are already admitted.
-pub fn admit(pod: &Pod, used: &Used, here: &Here<'_>) -> Result<(), Refusal> {
+pub fn admit(pod: &Pod, used: &Used, node_state: &NodeState<'_>) -> Result<(), Refusal> {
     // The kubelet checks for shutdown last. Here the check comes first, so that no other pod is preempted for a pod
     // that cannot be admitted anyway.
-    if here.shutting_down {
-        return Err(refuse(shutdown::REJECTED, shutdown::REJECTED_MESSAGE));
+    if node_state.shutting_down {
+        return Err(reject(shutdown::REJECTED, shutdown::REJECTED_MESSAGE));
     }
-    if let Some(message) = eviction::refusal(here.pressures, pod) {
-        return Err(refuse("Evicted", message));
+    if let Some(message) = eviction::refusal(node_state.pressures, pod) {
+        return Err(reject("Evicted", message));
     }
-    if let Some(message) = sysctl::refusal(pod, here.unsafe_sysctls, here.kernel) {
-        return Err(refuse("SysctlForbidden", message));
+    if let Some(message) = sysctl::refusal(pod, node_state.unsafe_sysctls, node_state.kernel) {
+        return Err(reject("SysctlForbidden", message));
     }
-    check_kind(pod, here)?;
-    check_resources(pod, used, here.room())?;
-    check_placement(pod, used, here)?;
-    check_apparmor(pod, here)
+    check_kind(pod, node_state)?;
+    check_resources(pod, used, node_state.resources())?;
+    check_placement(pod, used, node_state)?;
+    check_apparmor(pod, node_state)
 }
 
 /// The resources that a pod takes from the node, including one of `pods`. Extended resources that a claim provides
 /// (KEP-5004) are excluded: no device plugin allocates them.
-pub(super) fn taken(pod: &Pod) -> Amounts {
+pub(super) fn resources_of(pod: &Pod) -> Amounts {
     let status = pod.status.as_ref();
     let claim = status.and_then(|s| s.extended_resource_claim_status.as_ref());
     let mut amounts = match claim {
@@ -211,7 +211,7 @@ fn without_claimed(mut pod: Pod) -> Pod {
 }
 
 /// An amount as in the messages of the kubelet: CPU in millicores, others in their unit.
-fn shown(resource: &str, amount: Quantity) -> i64 {
+fn amount_in_message(resource: &str, amount: Quantity) -> i64 {
     match resource {
         "cpu" => amount.milli(),
         _ => amount.units(),
@@ -230,13 +230,16 @@ pub fn check_swap(now: &Pod, then: &Pod, swaps: bool) -> Result<(), Refusal> {
 
 /// Checks that the node could hold the resized pod if no other pod were on it. If not, the resize is infeasible and not
 /// merely deferred.
-pub fn check_capacity(pod: &Pod, room: Room<'_>) -> Result<(), Refusal> {
+pub fn check_capacity(pod: &Pod, resources: NodeResources<'_>) -> Result<(), Refusal> {
     for (name, amount) in requests(pod) {
-        let capacity = room.allocatable_of(&name).filter(|has| amount > *has);
+        let capacity = resources.allocatable_of(&name).filter(|has| amount > *has);
         if let Some(capacity) = capacity.filter(|_| resize::is_resizable(&name)) {
-            let (asks, has) = (shown(&name, amount), shown(&name, capacity));
+            let (requested, has) = (
+                amount_in_message(&name, amount),
+                amount_in_message(&name, capacity),
+            );
             let message = format!(
-                "Node didn't have enough capacity: {name}, requested: {asks}, capacity: {has}"
+                "Node didn't have enough capacity: {name}, requested: {requested}, capacity: {has}"
             );
             return Err(infeasible(Infeasible::Capacity, message));
         }
@@ -245,27 +248,31 @@ pub fn check_capacity(pod: &Pod, room: Room<'_>) -> Result<(), Refusal> {
 }
 
 /// Checks that the node has the resources that a pod requests. The error lists the missing amounts.
-pub fn check_resources(pod: &Pod, used: &Used, room: Room<'_>) -> Result<(), Refusal> {
+pub fn check_resources(
+    pod: &Pod,
+    used: &Used,
+    resources: NodeResources<'_>,
+) -> Result<(), Refusal> {
     let mut refusal: Option<Refusal> = None;
-    let wanted = taken(pod);
+    let wanted = resources_of(pod);
     // The kubelet checks the number of pods first.
     let order = wanted
         .iter()
         .filter(|(n, _)| *n == "pods")
         .chain(wanted.iter().filter(|(n, _)| *n != "pods"));
     for (name, amount) in order {
-        let Some(capacity) = room.allocatable_of(name) else {
+        let Some(capacity) = resources.allocatable_of(name) else {
             continue;
         };
         let taken = used.by_others(pod::uid(pod), name);
         if amount.is_zero() || taken + *amount <= capacity {
             continue;
         }
-        let number = |q: Quantity| shown(name, q);
+        let number = |q: Quantity| amount_in_message(name, q);
         let (requested, used, capacity_shown) = (number(*amount), number(taken), number(capacity));
         let first = refusal.get_or_insert_with(|| {
             let message = format!("Node didn't have enough resource: {name}, requested: {requested}, used: {used}, capacity: {capacity_shown}");
-            refuse(&format!("OutOf{name}"), message)
+            reject(&format!("OutOf{name}"), message)
         });
         first
             .missing
@@ -274,20 +281,20 @@ pub fn check_resources(pod: &Pod, used: &Used, room: Room<'_>) -> Result<(), Ref
     refusal.map_or(Ok(()), Err)
 }
 
-fn check_placement(pod: &Pod, used: &Used, here: &Here<'_>) -> Result<(), Refusal> {
-    if !node_affinity::pod_matches(pod, here.node) {
-        return Err(refuse(
+fn check_placement(pod: &Pod, used: &Used, node_state: &NodeState<'_>) -> Result<(), Refusal> {
+    if !node_affinity::pod_matches(pod, node_state.node) {
+        return Err(reject(
             NODE_AFFINITY,
             "Predicate NodeAffinity failed: node(s) didn't match Pod's node affinity/selector",
         ));
     }
     if used.ports_clash(pod::uid(pod), pod) {
-        return Err(refuse(
+        return Err(reject(
             "NodePorts",
             "Predicate NodePorts failed: node(s) didn't have free ports for the requested pod ports",
         ));
     }
-    let spec = here.node.spec.as_ref();
+    let spec = node_state.node.spec.as_ref();
     let taints = spec.and_then(|s| s.taints.as_deref()).unwrap_or_default();
     let tolerations = pod::spec(pod).tolerations.as_deref().unwrap_or_default();
     if !pod::is_static(pod)
@@ -296,7 +303,7 @@ fn check_placement(pod: &Pod, used: &Used, here: &Here<'_>) -> Result<(), Refusa
             .filter(|t| t.effect == "NoExecute")
             .any(|t| !tolerates(tolerations, t))
     {
-        return Err(refuse(
+        return Err(reject(
             "TaintToleration",
             "Predicate TaintToleration failed: node(s) had taints that the pod didn't tolerate",
         ));
@@ -324,10 +331,10 @@ mod tests {
         used
     }
 
-    fn here<'a>(allocatable: &'a Amounts, node: Option<&'a Node>) -> Here<'a> {
+    fn node_state<'a>(allocatable: &'a Amounts, node: Option<&'a Node>) -> NodeState<'a> {
         static NONE: Pressures = Pressures::new();
         static PLAIN: LazyLock<Node> = LazyLock::new(Node::default);
-        Here {
+        NodeState {
             allocatable,
             node: node.unwrap_or(&PLAIN),
             unsafe_sysctls: &[],
@@ -373,7 +380,7 @@ mod tests {
             ("pods".to_owned(), Quantity::from_units(10)),
             ("hugepages-2Mi".to_owned(), Quantity::from_bytes(4 << 20)),
         ]);
-        let here = here(&allocatable, Some(&node));
+        let node_state = node_state(&allocatable, Some(&node));
         for (resource, amount, fits) in [
             ("example.com/gpu", "1", false),
             ("example.com/lane", "2", true),
@@ -389,7 +396,7 @@ mod tests {
             let container = json!({"name": "c", "resources": {"requests": {resource: amount}}});
             let pod: Pod = serde_json::from_value(json!({"spec": {"containers": [container]}}))
                 .expect("a pod");
-            let result = check_resources(&pod, &Used::default(), here.room());
+            let result = check_resources(&pod, &Used::default(), node_state.resources());
             assert_eq!(result.is_ok(), fits, "{amount} of {resource}: {result:?}");
             let reason = format!("OutOf{resource}");
             assert!(result.err().is_none_or(|r| r.reason == reason));
@@ -418,10 +425,13 @@ mod tests {
             serde_json::from_value(pod).expect("a pod")
         };
         let (plain, half, claimed) = (wants(&[]), wants(&["a"]), wants(&["a", "i"]));
-        let fits = |pod: &Pod, others: &[&Pod], here: &Here<'_>| {
-            check_resources(pod, &used(others.iter().copied()), here.room()).is_ok()
+        let fits = |pod: &Pod, others: &[&Pod], node_state: &NodeState<'_>| {
+            check_resources(pod, &used(others.iter().copied()), node_state.resources()).is_ok()
         };
-        let (with_plugin, without) = (here(&amounts, None), here(&no_gpus, Some(&gone)));
+        let (with_plugin, without) = (
+            node_state(&amounts, None),
+            node_state(&no_gpus, Some(&gone)),
+        );
         for (pod, others, with, without_plugin) in [
             (&plain, vec![], true, false),
             (&claimed, vec![], true, true),
@@ -434,7 +444,7 @@ mod tests {
             assert_eq!(fits(pod, &others, &with_plugin), with, "{pod:?}");
             assert_eq!(fits(pod, &others, &without), without_plugin, "{pod:?}");
         }
-        assert_eq!(taken(&claimed).get(gpu), None);
+        assert_eq!(resources_of(&claimed).get(gpu), None);
     }
 
     #[test]
@@ -538,8 +548,8 @@ mod tests {
             ),
         ];
         for (pod, others, allocatable, node, expected) in cases {
-            let here = here(&allocatable, node);
-            let result = admit(&pod, &used(others), &here);
+            let node_state = node_state(&allocatable, node);
+            let result = admit(&pod, &used(others), &node_state);
             match expected {
                 None => assert_eq!(result, Ok(())),
                 Some((reason, text)) => {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 
-use super::eviction::{Resource, Threshold, set_aside};
+use super::eviction::{Resource, Threshold, reserved_by_thresholds};
 use crate::core::pod::resources::Amounts;
 use crate::core::quantity::Quantity;
 
@@ -110,7 +110,8 @@ pub fn allocatable(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
             "ephemeral-storage" => (Resource::EphemeralStorage, machine.storage),
             _ => continue,
         };
-        *amount = (*amount - set_aside(limits.thresholds, kept, capacity)).max(Quantity::ZERO);
+        *amount = (*amount - reserved_by_thresholds(limits.thresholds, kept, capacity))
+            .max(Quantity::ZERO);
         if kept == Resource::Memory {
             *amount = (*amount - huge).max(Quantity::ZERO);
         }
@@ -184,7 +185,7 @@ mod tests {
 
     #[test]
     fn hard_eviction_thresholds_are_subtracted_from_allocatable() {
-        use crate::core::node::eviction::{DEFAULT_HARD, Statements, parse};
+        use crate::core::node::eviction::{DEFAULT_HARD, ThresholdSettings, parse};
         let machine = MachineSize {
             cpus: 4,
             memory: 8 << 30,
@@ -195,7 +196,7 @@ mod tests {
         let none = BTreeMap::new();
         let soft = [("memory.available".to_owned(), "1Gi".to_owned())].into();
         let grace = [("memory.available".to_owned(), "1m".to_owned())].into();
-        let thresholds = parse(Statements {
+        let thresholds = parse(ThresholdSettings {
             hard: &hard.into(),
             soft: &soft,
             soft_grace: &grace,

@@ -128,7 +128,7 @@ fn milli(amounts: &Amounts, name: &str) -> i64 {
 }
 
 /// Sum of an amount over the requests of all pods of a class.
-fn asked(pods: &[&Pod], class: QosClass, of: impl Fn(&Amounts) -> i64) -> i64 {
+fn sum_of_requests(pods: &[&Pod], class: QosClass, of: impl Fn(&Amounts) -> i64) -> i64 {
     let own = pods.iter().filter(|p| qos::of(pod::spec(p)) == class);
     let each = own.map(|p| of(&of_pod(p, Side::Requests)));
     each.fold(0, i64::saturating_add)
@@ -162,7 +162,7 @@ fn memory_of_classes(supply: &Supply, rules: &Rules, pods: &[&Pod]) -> Option<(u
     let percent = i64::from(rules.qos_memory?);
     let all = i64::try_from(units(&supply.allocatable, "memory")?).ok()?;
     let memory = |amounts: &Amounts| amounts.get("memory").map_or(0, |q| q.units());
-    let kept = |class| asked(pods, class, memory).saturating_mul(percent) / 100;
+    let kept = |class| sum_of_requests(pods, class, memory).saturating_mul(percent) / 100;
     let burstable = all.saturating_sub(kept(QosClass::Guaranteed));
     let best_effort = burstable.saturating_sub(kept(QosClass::Burstable));
     let bytes = |n: i64| u64::try_from(n).unwrap_or(0);
@@ -193,11 +193,11 @@ fn of_reserved(reserved: &Reserved, rules: &Rules) -> Values {
 /// Replaces each admitted pod by its allocated version, so that a pending resize does not count. A pod that is not
 /// admitted yet is returned as is, because its cgroup is about to be created.
 #[must_use]
-pub fn as_granted(wanted: Vec<Arc<Pod>>, admitted: &[Arc<Pod>]) -> Vec<Arc<Pod>> {
-    let granted = admitted.iter().map(|pod| (pod::uid(pod), pod));
-    let granted: BTreeMap<&str, &Arc<Pod>> = granted.collect();
-    let of = |pod: Arc<Pod>| match granted.get(pod::uid(&pod)) {
-        Some(granted) => Arc::clone(granted),
+pub fn with_allocated_resources(wanted: Vec<Arc<Pod>>, admitted: &[Arc<Pod>]) -> Vec<Arc<Pod>> {
+    let allocated = admitted.iter().map(|pod| (pod::uid(pod), pod));
+    let allocated: BTreeMap<&str, &Arc<Pod>> = allocated.collect();
+    let of = |pod: Arc<Pod>| match allocated.get(pod::uid(&pod)) {
+        Some(allocated) => Arc::clone(allocated),
         None => pod,
     };
     wanted.into_iter().map(of).collect()
@@ -227,7 +227,7 @@ pub fn tree(supply: &Supply, rules: &Rules, pods: &[&Pod]) -> Vec<(Group, Values
             .collect::<BTreeMap<_, _>>(),
         ..Values::default()
     };
-    let burstable = asked(pods, QosClass::Burstable, |amounts| milli(amounts, "cpu"));
+    let burstable = sum_of_requests(pods, QosClass::Burstable, |amounts| milli(amounts, "cpu"));
     let reserved = rules
         .reserved()
         .map(|r| (Group::Reserved(r.cgroup.clone()), of_reserved(r, rules)));
@@ -341,7 +341,7 @@ mod tests {
             (vec![sized("grows", "64")], 65),
             (vec![], 65),
         ] {
-            let pods = as_granted(wanted.clone(), &admitted);
+            let pods = with_allocated_resources(wanted.clone(), &admitted);
             let pods: Vec<&Pod> = pods.iter().map(|p| &**p).collect();
             let all = tree(&supply(), &Rules::default(), &pods);
             let found = of(&all, &Group::Burstable).shares;

@@ -52,7 +52,7 @@ pub struct DeadContainer {
 
 /// State of the pod of a dead container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Standing {
+pub enum PodState {
     /// The pod runs, or will run again.
     Alive,
     /// All containers of the pod have terminated and will not restart.
@@ -63,7 +63,7 @@ pub enum Standing {
 
 /// Why an image or a container is removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Removal {
+pub enum RemovalReason {
     /// The disk is fuller than `imageGCHighThresholdPercent`.
     Space,
     /// The image has been unused for longer than `imageMaximumGCAge`.
@@ -78,7 +78,7 @@ pub enum Removal {
 
 /// Why an image or a container is kept.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Stay {
+pub enum KeepReason {
     /// The image is in use by these pods or exited containers.
     InUse(Vec<String>),
     /// The runtime has pinned the image.
@@ -98,24 +98,28 @@ pub enum Stay {
 /// Whether an image or a container is removed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub enum Fate {
+pub enum Decision {
     /// Removed, with the reason.
-    Goes(Removal),
+    #[serde(rename = "goes")]
+    Remove(RemovalReason),
     /// Kept, with the reason.
-    Stays(Stay),
+    #[serde(rename = "stays")]
+    Keep(KeepReason),
 }
 
-impl fmt::Display for Fate {
+impl fmt::Display for Decision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = match self {
-            Fate::Goes(Removal::Space) => "unused, and the disk is too full",
-            Fate::Goes(Removal::Age) => "unused for longer than imageMaximumGCAge",
-            Fate::Goes(Removal::TooManyOfContainer) => {
+            Decision::Remove(RemovalReason::Space) => "unused, and the disk is too full",
+            Decision::Remove(RemovalReason::Age) => "unused for longer than imageMaximumGCAge",
+            Decision::Remove(RemovalReason::TooManyOfContainer) => {
                 "newer instances of the container have exited"
             }
-            Fate::Goes(Removal::TooManyOnNode) => "more dead containers than the node keeps",
-            Fate::Goes(Removal::PodFinished) => "its pod has finished",
-            Fate::Stays(Stay::InUse(by)) => {
+            Decision::Remove(RemovalReason::TooManyOnNode) => {
+                "more dead containers than the node keeps"
+            }
+            Decision::Remove(RemovalReason::PodFinished) => "its pod has finished",
+            Decision::Keep(KeepReason::InUse(by)) => {
                 let shown: Vec<&str> = by.iter().take(3).map(String::as_str).collect();
                 write!(f, "in use by {}", shown.join(", "))?;
                 return match by.len().saturating_sub(shown.len()) {
@@ -123,12 +127,14 @@ impl fmt::Display for Fate {
                     more => write!(f, " and {more} more"),
                 };
             }
-            Fate::Stays(Stay::Pinned) => "pinned by the runtime",
-            Fate::Stays(Stay::New) => "new: younger than its minimum age",
-            Fate::Stays(Stay::NoNeed) => "unused; the filesystem has enough space",
-            Fate::Stays(Stay::Enough) => "unused; removing earlier images frees enough space",
-            Fate::Stays(Stay::LastOfContainer) => "the pod's status and logs depend on it",
-            Fate::Stays(Stay::UnknownPod) => "its pod is unknown to this agent",
+            Decision::Keep(KeepReason::Pinned) => "pinned by the runtime",
+            Decision::Keep(KeepReason::New) => "new: younger than its minimum age",
+            Decision::Keep(KeepReason::NoNeed) => "unused; the filesystem has enough space",
+            Decision::Keep(KeepReason::Enough) => {
+                "unused; removing earlier images frees enough space"
+            }
+            Decision::Keep(KeepReason::LastOfContainer) => "the pod's status and logs depend on it",
+            Decision::Keep(KeepReason::UnknownPod) => "its pod is unknown to this agent",
         };
         f.write_str(text)
     }
@@ -137,7 +143,7 @@ impl fmt::Display for Fate {
 /// An image and the decision about it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct ImageFate {
+pub struct ImageDecision {
     /// The image id of the runtime.
     pub id: String,
     /// Tags and digests of the image.
@@ -147,18 +153,20 @@ pub struct ImageFate {
     /// When the image was last seen in use; `None` if not since the agent started.
     pub last_used: Option<Timestamp>,
     /// The decision.
-    pub fate: Fate,
+    #[serde(rename = "fate")]
+    pub decision: Decision,
 }
 
 /// A dead container and the decision about it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct ContainerFate {
+pub struct ContainerDecision {
     /// The container.
     #[serde(flatten)]
     pub container: DeadContainer,
     /// The decision.
-    pub fate: Fate,
+    #[serde(rename = "fate")]
+    pub decision: Decision,
 }
 
 /// What garbage collection would remove now.
@@ -184,9 +192,9 @@ pub struct Report {
     /// Total size in bytes of the images to be removed. Layers shared with other images are not freed.
     pub frees_bytes: u64,
     /// The images, in order of removal.
-    pub images: Vec<ImageFate>,
+    pub images: Vec<ImageDecision>,
     /// The dead containers, newest first.
-    pub containers: Vec<ContainerFate>,
+    pub containers: Vec<ContainerDecision>,
     /// Errors of failed removals, by image or container id.
     #[serde(default, skip_serializing_if = "Failures::is_empty")]
     pub failures: Failures,
@@ -195,42 +203,49 @@ pub struct Report {
 /// Errors of failed removals, by image or container id.
 pub type Failures = BTreeMap<String, String>;
 
-/// Decides about each dead container. If the node is short of disk space (`short`), containers of finished pods are
-/// also removed. The last instance of each container of a live pod is always kept, because the pod's status comes from
-/// it.
+/// Decides about each dead container. If the node is short of disk space (`disk_pressure`), containers of finished pods
+/// are also removed. The last instance of each container of a live pod is always kept, because the pod's status comes
+/// from it.
 #[must_use]
-pub fn of_containers(
+pub fn decide_containers(
     mut dead: Vec<DeadContainer>,
     rules: ContainerRules,
-    standing: impl Fn(&str) -> Standing,
-    short: bool,
+    pod_state: impl Fn(&str) -> PodState,
+    disk_pressure: bool,
     now: Timestamp,
-) -> Vec<ContainerFate> {
+) -> Vec<ContainerDecision> {
     dead.sort_by_key(|c| std::cmp::Reverse((c.created_at, c.attempt, c.id.clone())));
     let mut seen: BTreeMap<(String, String), i32> = BTreeMap::new();
     let mut kept = 0;
-    let fate = |container: DeadContainer| {
+    let decision = |container: DeadContainer| {
         let key = (container.uid.clone(), container.name.clone());
         let newer = seen.entry(key).or_default();
-        let place = *newer;
+        let index = *newer;
         *newer = newer.saturating_add(1);
-        let standing = standing(&container.uid);
+        let pod_state = pod_state(&container.uid);
         let is_new = now.duration_since(container.created_at) < rules.minimum_age;
-        let fate = match standing {
-            Standing::Unknown => Fate::Stays(Stay::UnknownPod),
-            Standing::Alive if place == 0 => Fate::Stays(Stay::LastOfContainer),
-            Standing::Finished if short => Fate::Goes(Removal::PodFinished),
-            _ if is_new => Fate::Stays(Stay::New),
-            _ if rules.each >= 0 && place >= rules.each => Fate::Goes(Removal::TooManyOfContainer),
-            _ if rules.all >= 0 && kept >= rules.all => Fate::Goes(Removal::TooManyOnNode),
-            _ => Fate::Stays(Stay::LastOfContainer),
+        let decision = match pod_state {
+            PodState::Unknown => Decision::Keep(KeepReason::UnknownPod),
+            PodState::Alive if index == 0 => Decision::Keep(KeepReason::LastOfContainer),
+            PodState::Finished if disk_pressure => Decision::Remove(RemovalReason::PodFinished),
+            _ if is_new => Decision::Keep(KeepReason::New),
+            _ if rules.each >= 0 && index >= rules.each => {
+                Decision::Remove(RemovalReason::TooManyOfContainer)
+            }
+            _ if rules.all >= 0 && kept >= rules.all => {
+                Decision::Remove(RemovalReason::TooManyOnNode)
+            }
+            _ => Decision::Keep(KeepReason::LastOfContainer),
         };
-        if matches!(fate, Fate::Stays(_)) {
+        if matches!(decision, Decision::Keep(_)) {
             kept = kept.saturating_add(1);
         }
-        ContainerFate { container, fate }
+        ContainerDecision {
+            container,
+            decision,
+        }
     };
-    dead.into_iter().map(fate).collect()
+    dead.into_iter().map(decision).collect()
 }
 
 fn size(bytes: u64) -> String {
@@ -254,12 +269,12 @@ fn ago(now: Timestamp, then: Option<Timestamp>) -> String {
 
 impl Report {
     /// The word for the outcome, and whether it counts as removed.
-    fn outcome(&self, id: &str, fate: &Fate, done: bool) -> (&'static str, bool) {
-        match fate {
-            Fate::Stays(_) => ("stays", false),
-            Fate::Goes(_) if self.failures.contains_key(id) => ("failed", false),
-            Fate::Goes(_) if done => ("removed", true),
-            Fate::Goes(_) => ("goes", true),
+    fn outcome(&self, id: &str, decision: &Decision, done: bool) -> (&'static str, bool) {
+        match decision {
+            Decision::Keep(_) => ("stays", false),
+            Decision::Remove(_) if self.failures.contains_key(id) => ("failed", false),
+            Decision::Remove(_) if done => ("removed", true),
+            Decision::Remove(_) => ("goes", true),
         }
     }
 
@@ -309,7 +324,7 @@ fn write_images(report: &Report, done: bool, removed: &str, text: &mut String) {
     let images = &report.images;
     let gone = images
         .iter()
-        .filter(|i| report.outcome(&i.id, &i.fate, done).1);
+        .filter(|i| report.outcome(&i.id, &i.decision, done).1);
     let (count, bytes) = gone.fold((0_u64, 0_u64), |(n, bytes), image| {
         (n.saturating_add(1), bytes.saturating_add(image.bytes))
     });
@@ -320,29 +335,33 @@ fn write_images(report: &Report, done: bool, removed: &str, text: &mut String) {
         size(bytes)
     );
     for image in images {
-        let (what, _) = report.outcome(&image.id, &image.fate, done);
+        let (what, _) = report.outcome(&image.id, &image.decision, done);
         let name = image.names.first().unwrap_or(&image.id);
         let used = ago(report.at, image.last_used);
-        let (bytes, fate) = (size(image.bytes), &image.fate);
+        let (bytes, decision) = (size(image.bytes), &image.decision);
         let failure = report.failure(&image.id);
         let _ = writeln!(
             text,
-            "  {what:<8}{bytes:>11}  {name}: {fate} (used: {used}){failure}"
+            "  {what:<8}{bytes:>11}  {name}: {decision} (used: {used}){failure}"
         );
     }
 }
 
 fn write_containers(report: &Report, done: bool, removed: &str, text: &mut String) {
     let all = &report.containers;
-    let is_gone = |c: &&ContainerFate| report.outcome(&c.container.id, &c.fate, done).1;
+    let is_gone = |c: &&ContainerDecision| report.outcome(&c.container.id, &c.decision, done).1;
     let count = all.iter().filter(is_gone).count();
     let _ = writeln!(
         text,
         "\ndead containers: {count} of {} {removed}",
         all.len()
     );
-    for ContainerFate { container, fate } in all {
-        let (what, _) = report.outcome(&container.id, fate, done);
+    for ContainerDecision {
+        container,
+        decision,
+    } in all
+    {
+        let (what, _) = report.outcome(&container.id, decision, done);
         let DeadContainer {
             namespace,
             pod,
@@ -354,7 +373,7 @@ fn write_containers(report: &Report, done: bool, removed: &str, text: &mut Strin
         let failure = report.failure(&container.id);
         let _ = writeln!(
             text,
-            "  {what:<8}{namespace}/{pod} {name} #{attempt}: {fate} (created {made}){failure}"
+            "  {what:<8}{namespace}/{pod} {name} #{attempt}: {decision} (created {made}){failure}"
         );
     }
 }
@@ -380,28 +399,28 @@ mod tests {
         }
     }
 
-    fn going(fates: &[ContainerFate]) -> Vec<(&str, Removal)> {
-        let going = fates.iter().filter_map(|f| match f.fate {
-            Fate::Goes(why) => Some((f.container.id.as_str(), why)),
-            Fate::Stays(_) => None,
+    fn going(decisions: &[ContainerDecision]) -> Vec<(&str, RemovalReason)> {
+        let going = decisions.iter().filter_map(|f| match f.decision {
+            Decision::Remove(why) => Some((f.container.id.as_str(), why)),
+            Decision::Keep(_) => None,
         });
         going.collect()
     }
 
-    fn standing(uid: &str) -> Standing {
+    fn pod_state(uid: &str) -> PodState {
         match uid {
-            "alive" => Standing::Alive,
-            "done" => Standing::Finished,
-            _ => Standing::Unknown,
+            "alive" => PodState::Alive,
+            "done" => PodState::Finished,
+            _ => PodState::Unknown,
         }
     }
 
     /// The containers that are removed, out of three dead instances of one container in each of three pods.
-    fn gone(rules: ContainerRules, short: bool, now: i64) -> Vec<String> {
+    fn gone(rules: ContainerRules, disk_pressure: bool, now: i64) -> Vec<String> {
         let of = |uid| (0..3).map(move |attempt| dead(uid, "c", attempt));
         let all = of("alive").chain(of("done")).chain(of("else")).collect();
-        let fates = of_containers(all, rules, standing, short, at(now));
-        let going = going(&fates).into_iter();
+        let decisions = decide_containers(all, rules, pod_state, disk_pressure, at(now));
+        let going = going(&decisions).into_iter();
         going.map(|(id, why)| format!("{id} {why:?}")).collect()
     }
 
@@ -438,12 +457,12 @@ mod tests {
 
     #[test]
     fn a_report_gives_the_reason_for_each_removed_or_kept_object() {
-        let image = |name: &str, fate| ImageFate {
+        let image = |name: &str, decision| ImageDecision {
             id: "sha256:1".into(),
             names: vec![name.into()],
             bytes: 3 << 20,
             last_used: Some(at(940)),
-            fate,
+            decision,
         };
         let by = ["a", "b", "c", "d"].map(|name| format!("pod n/{name}"));
         let report = Report {
@@ -457,16 +476,16 @@ mod tests {
             wanted_bytes: 10 << 30,
             frees_bytes: 3 << 20,
             images: vec![
-                image("old", Fate::Goes(Removal::Space)),
-                image("web", Fate::Stays(Stay::InUse(by.into()))),
+                image("old", Decision::Remove(RemovalReason::Space)),
+                image("web", Decision::Keep(KeepReason::InUse(by.into()))),
             ],
-            containers: vec![ContainerFate {
+            containers: vec![ContainerDecision {
                 container: dead("alive", "c", 1),
-                fate: Fate::Stays(Stay::LastOfContainer),
+                decision: Decision::Keep(KeepReason::LastOfContainer),
             }],
             failures: Failures::new(),
         };
-        let told = text(&report, false);
+        let output = text(&report, false);
         for line in [
             "node: 90% of 100.0 GiB in use at /images; images are removed from 85% on, down to 80%\n",
             "10.0 GiB short: remove other files",
@@ -475,7 +494,7 @@ mod tests {
             "web: in use by pod n/a, pod n/b, pod n/c and 1 more",
             "dead containers: 0 of 1 would be removed\n  stays   n/alive c #1: the pod's status",
         ] {
-            assert!(told.contains(line), "{line:?} is not in\n{told}");
+            assert!(output.contains(line), "{line:?} is not in\n{output}");
         }
         let json = serde_json::to_string(&report).expect("JSON");
         assert!(json.contains(r#""fate":{"goes":"Space"}"#), "{json}");
@@ -485,13 +504,13 @@ mod tests {
             failures: Failures::from([("sha256:1".into(), "the runtime is busy".into())]),
             ..report
         };
-        let told = text(&report, true);
+        let output = text(&report, true);
         for line in [
             "images: 0 of 2 removed, 0.0 MiB\n",
             "  failed      3.0 MiB  old: unused",
             "(used: 1m0s ago); removal failed: the runtime is busy\n",
         ] {
-            assert!(told.contains(line), "{line:?} is not in\n{told}");
+            assert!(output.contains(line), "{line:?} is not in\n{output}");
         }
     }
 
@@ -499,11 +518,11 @@ mod tests {
         /// With any rules, a live pod keeps the last instance of each container, and no container of an unknown pod is
         /// removed.
         #[test]
-        fn containers_that_a_status_depends_on_are_kept(each in -1..3, all in -1..5, short: bool, count in 0_u32..4) {
+        fn containers_that_a_status_depends_on_are_kept(each in -1..3, all in -1..5, disk_pressure: bool, count in 0_u32..4) {
             let containers = ["alive", "else"].into_iter().flat_map(|uid| (0..count).map(move |n| dead(uid, "c", n)));
             let rules = ContainerRules { each, all, ..ContainerRules::default() };
-            let fates = of_containers(containers.collect(), rules, standing, short, at(1000));
-            for (id, _) in going(&fates) {
+            let decisions = decide_containers(containers.collect(), rules, pod_state, disk_pressure, at(1000));
+            for (id, _) in going(&decisions) {
                 prop_assert!(id.starts_with("alive") && !id.ends_with(&format!("-{}", count - 1)), "{}", id);
             }
         }

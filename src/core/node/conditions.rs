@@ -92,13 +92,13 @@ pub fn conditions(
 /// as apimachinery's `Aggregate` does. `None` if there are no reasons.
 #[must_use]
 pub fn joined(problems: &[String]) -> Option<String> {
-    let mut told: Vec<&str> = vec![];
+    let mut distinct: Vec<&str> = vec![];
     for problem in problems {
-        if !told.contains(&problem.as_str()) {
-            told.push(problem);
+        if !distinct.contains(&problem.as_str()) {
+            distinct.push(problem);
         }
     }
-    match told.as_slice() {
+    match distinct.as_slice() {
         [] => None,
         [one] => Some((*one).to_owned()),
         many => Some(format!("[{}]", many.join(", "))),

@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::core::pod::dns::Resolver;
 pub use runtime::{Details, NetworkFacts, PodNetwork, UNHIDE, parse_network};
 
-mod judge;
+mod evaluate;
 mod runtime;
 #[cfg(test)]
 mod tests;
@@ -159,31 +159,31 @@ pub struct Facts {
 /// Evaluates the facts. Findings are in the order in which a node starts up.
 #[must_use]
 pub fn diagnose(facts: &Facts) -> Vec<Finding> {
-    let mut findings = judge::configuration(facts);
-    findings.extend(judge::kernel(facts));
-    findings.extend(judge::cgroups(facts));
+    let mut findings = evaluate::configuration(facts);
+    findings.extend(evaluate::kernel(facts));
+    findings.extend(evaluate::cgroups(facts));
     findings.extend(
         facts
             .runtime
             .iter()
-            .flat_map(|(at, said)| judge::runtime(at, said, facts.network.as_ref())),
+            .flat_map(|(at, result)| evaluate::runtime(at, result, facts.network.as_ref())),
     );
-    let said = facts
+    let result = facts
         .runtime
         .iter()
-        .filter_map(|(_, said)| said.as_ref().ok());
-    findings.extend(said.flat_map(|said| runtime::configured(said, facts.wants_systemd)));
-    let is_told = findings.iter().any(|f| f.subject == "network");
+        .filter_map(|(_, result)| result.as_ref().ok());
+    findings.extend(result.flat_map(|result| runtime::configured(result, facts.wants_systemd)));
+    let already_reported = findings.iter().any(|f| f.subject == "network");
     let network = facts.network.iter();
-    findings.extend(network.flat_map(|network| runtime::network(network, is_told)));
+    findings.extend(network.flat_map(|network| runtime::network(network, already_reported)));
     findings.extend(runtime::hidden(&facts.hidden_namespaces));
-    findings.extend(facts.disks.iter().flat_map(judge::disk));
+    findings.extend(facts.disks.iter().flat_map(evaluate::disk));
     let resolved = facts.resolver.iter();
-    findings.extend(resolved.map(|(path, resolver)| judge::resolve(path, resolver)));
-    findings.extend(facts.ports.iter().map(judge::port));
+    findings.extend(resolved.map(|(path, resolver)| evaluate::resolve(path, resolver)));
+    findings.extend(facts.ports.iter().map(evaluate::port));
     let certificates = facts.certificates.iter();
-    findings.extend(certificates.map(|held| judge::certificate(held, facts.now)));
-    findings.extend(facts.api.iter().flat_map(judge::api));
+    findings.extend(certificates.map(|certificate| evaluate::certificate(certificate, facts.now)));
+    findings.extend(facts.api.iter().flat_map(evaluate::api));
     findings
 }
 

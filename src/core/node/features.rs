@@ -22,7 +22,7 @@ pub enum Stage {
 impl Stage {
     /// The stage in metrics.
     #[must_use]
-    pub fn shown(self) -> &'static str {
+    pub fn label(self) -> &'static str {
         match self {
             Stage::Ga => "",
             Stage::Beta => "BETA",
@@ -40,38 +40,38 @@ pub struct Feature {
     /// Maturity of the feature.
     pub stage: Stage,
     /// Whether this agent has the feature by default. Only [configurable](is_configurable) gates can change that.
-    pub here: bool,
+    pub implemented: bool,
 }
 
-const fn ga(name: &'static str, here: bool) -> Feature {
+const fn ga(name: &'static str, implemented: bool) -> Feature {
     Feature {
         name,
         stage: Stage::Ga,
-        here,
+        implemented,
     }
 }
 
-const fn beta(name: &'static str, here: bool) -> Feature {
+const fn beta(name: &'static str, implemented: bool) -> Feature {
     Feature {
         name,
         stage: Stage::Beta,
-        here,
+        implemented,
     }
 }
 
-const fn alpha(name: &'static str, here: bool) -> Feature {
+const fn alpha(name: &'static str, implemented: bool) -> Feature {
     Feature {
         name,
         stage: Stage::Alpha,
-        here,
+        implemented,
     }
 }
 
-const fn deprecated(name: &'static str, here: bool) -> Feature {
+const fn deprecated(name: &'static str, implemented: bool) -> Feature {
     Feature {
         name,
         stage: Stage::Deprecated,
-        here,
+        implemented,
     }
 }
 
@@ -208,13 +208,13 @@ impl Feature {
     #[must_use]
     pub fn is_enabled(&self, gates: &BTreeMap<String, bool>) -> bool {
         let set = gates.get(self.name).filter(|_| is_configurable(self.name));
-        set.copied().unwrap_or(self.here)
+        set.copied().unwrap_or(self.implemented)
     }
 }
 
 /// Problem with the setting of a gate: a remedy, or a message for the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Objection {
+pub enum SettingProblem {
     /// The setting is invalid.
     Refused(String),
     /// The setting has no effect.
@@ -223,10 +223,10 @@ pub enum Objection {
 
 /// Checks the setting of a gate; `None` if the agent behaves as configured.
 #[must_use]
-pub fn object(name: &str, enabled: bool) -> Option<Objection> {
+pub fn check_setting(name: &str, enabled: bool) -> Option<SettingProblem> {
     // These two gates set others, which have no effect here.
     if matches!(name, "AllAlpha" | "AllBeta") {
-        return Some(Objection::Ignored(format!(
+        return Some(SettingProblem::Ignored(format!(
             "featureGates.{name}: it has no effect here"
         )));
     }
@@ -234,22 +234,22 @@ pub fn object(name: &str, enabled: bool) -> Option<Objection> {
         return None;
     }
     match FEATURES.iter().find(|f| f.name == name) {
-        None => Some(Objection::Ignored(format!(
+        None => Some(SettingProblem::Ignored(format!(
             "featureGates.{name}: unknown gate"
         ))),
         Some(Feature {
             stage: Stage::Ga, ..
-        }) if !enabled => Some(Objection::Refused(
+        }) if !enabled => Some(SettingProblem::Refused(
             "remove it: the feature is locked to true".into(),
         )),
-        Some(feature) if feature.here != enabled => {
-            let way = if feature.here {
+        Some(feature) if feature.implemented != enabled => {
+            let behaviour = if feature.implemented {
                 "always behaves as if it were true"
             } else {
                 "does not implement it"
             };
-            Some(Objection::Ignored(format!(
-                "featureGates.{name}: the agent {way}"
+            Some(SettingProblem::Ignored(format!(
+                "featureGates.{name}: the agent {behaviour}"
             )))
         }
         Some(_) => None,
@@ -262,12 +262,12 @@ mod tests {
 
     #[test]
     fn gates_without_effect_are_reported_and_impossible_settings_rejected() {
-        assert_eq!(object("NodeSwap", true), None);
+        assert_eq!(check_setting("NodeSwap", true), None);
         assert!(matches!(
-            object("NodeSwap", false),
-            Some(Objection::Refused(_))
+            check_setting("NodeSwap", false),
+            Some(SettingProblem::Refused(_))
         ));
-        assert_eq!(object("MemoryQoS", false), None);
+        assert_eq!(check_setting("MemoryQoS", false), None);
         for (name, enabled) in [
             ("PodsAPI", true),
             ("EnvFiles", false),
@@ -275,7 +275,7 @@ mod tests {
             ("AllAlpha", true),
         ] {
             assert!(
-                matches!(object(name, enabled), Some(Objection::Ignored(why)) if why.contains(name)),
+                matches!(check_setting(name, enabled), Some(SettingProblem::Ignored(why)) if why.contains(name)),
                 "{name}"
             );
         }
@@ -298,7 +298,7 @@ mod tests {
             "MutableCSINodeAllocatableCount",
         ] {
             assert!(is_enabled(name, &[]), "{name}");
-            assert_eq!(object(name, true), None, "{name}");
+            assert_eq!(check_setting(name, true), None, "{name}");
         }
         for (name, default) in [
             (MEMORY_QOS, false),

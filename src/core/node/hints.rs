@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::{Container, Pod};
 
-use super::admit::{Refusal, refuse};
+use super::admit::{Refusal, reject};
 use super::topology::{MemoryNode, Topology, combinations};
 use crate::core::pod::{self, Role};
 
@@ -65,7 +65,7 @@ impl NodeMask {
     }
 
     /// Order of preference: fewer nodes first, then lower numbers.
-    fn narrowness(self) -> (u32, u64) {
+    fn preference_order(self) -> (u32, u64) {
         (self.count(), self.0)
     }
 }
@@ -85,7 +85,7 @@ pub type Hints = BTreeMap<String, Vec<Hint>>;
 
 /// The subject of hints.
 #[derive(Debug, Clone, Copy)]
-pub enum Asker<'a> {
+pub enum Subject<'a> {
     /// A single container.
     Container(&'a Pod, &'a Container),
     /// All containers of a pod together.
@@ -122,7 +122,7 @@ pub enum Count {
 /// A provider of resources with NUMA locality: CPUs, memory, devices.
 pub trait Provider {
     /// Hints about the nodes that can provide the requested resources.
-    fn hints(&self, asker: Asker<'_>) -> Hints;
+    fn hints(&self, subject: Subject<'_>) -> Hints;
     /// Allocates a container's resources, from the nodes of `affinity` if possible. An existing allocation is kept.
     /// Events for metrics are added to `counts`.
     fn allocate(
@@ -138,15 +138,15 @@ pub trait Provider {
 /// The maximum of each resource that a pod's containers use at the same time (KEP-753). `wanted` returns the amounts of
 /// a container. The maximum is that of all regular containers and sidecars, or of an init container with the sidecars
 /// before it.
-pub(super) fn most_at_a_time(
+pub(super) fn max_concurrent(
     pod: &Pod,
     wanted: impl Fn(&Container) -> BTreeMap<String, u64>,
 ) -> BTreeMap<String, u64> {
-    let mut lasting: BTreeMap<String, u64> = BTreeMap::new();
+    let mut concurrent: BTreeMap<String, u64> = BTreeMap::new();
     let mut peak: BTreeMap<String, u64> = BTreeMap::new();
     for (role, container) in pod::containers(pod) {
         for (resource, amount) in wanted(&container) {
-            let before = lasting.entry(resource.clone()).or_default();
+            let before = concurrent.entry(resource.clone()).or_default();
             let sum = before.saturating_add(amount);
             match role {
                 Role::Init => {
@@ -159,11 +159,11 @@ pub(super) fn most_at_a_time(
         }
     }
     for (resource, amount) in peak {
-        let most = lasting.entry(resource).or_default();
-        *most = (*most).max(amount);
+        let maximum = concurrent.entry(resource).or_default();
+        *maximum = (*maximum).max(amount);
     }
-    lasting.retain(|_, amount| *amount > 0);
-    lasting
+    concurrent.retain(|_, amount| *amount > 0);
+    concurrent
 }
 
 /// Required alignment (`topologyManagerPolicy`; without [`Alignment`] the policy is `none`).
@@ -197,7 +197,7 @@ pub struct Rules {
     /// Whether to prefer nodes close to each other over nodes with low numbers (`prefer-closest-numa-nodes`).
     pub closest: bool,
     /// Maximum number of NUMA nodes on which alignment is supported (`max-allowable-numa-nodes`).
-    pub most_nodes: u32,
+    pub max_nodes: u32,
 }
 
 /// The topology manager of this machine.
@@ -210,7 +210,7 @@ pub struct Alignment {
 
 /// Rejects a pod whose resources cannot be aligned.
 fn not_aligned() -> Refusal {
-    refuse(
+    reject(
         "TopologyAffinityError",
         "Resources cannot be allocated with Topology locality",
     )
@@ -247,7 +247,7 @@ impl Alignment {
     ///
     /// The machine has more NUMA nodes than the rules allow, or distances are needed but unknown.
     pub fn new(rules: Rules, topology: &Topology) -> Result<Alignment, String> {
-        let (number, most) = (topology.nodes.len(), rules.most_nodes);
+        let (number, most) = (topology.nodes.len(), rules.max_nodes);
         if u32::try_from(number).is_ok_and(|n| n > most) {
             return Err(format!(
                 "topologyManagerPolicy: this machine has {number} NUMA nodes, and more than {most} are not allowed: set topologyManagerPolicyOptions.max-allowable-numa-nodes, or topologyManagerPolicy: none"
@@ -287,18 +287,18 @@ impl Alignment {
     }
 
     /// The best nodes for all resources; an error if the policy does not accept them.
-    pub fn merge(&self, offers: &[Hints]) -> Result<Hint, Refusal> {
-        let hint = self.best(offers);
+    pub fn merge(&self, all_hints: &[Hints]) -> Result<Hint, Refusal> {
+        let hint = self.best(all_hints);
         if hint.preferred || self.rules.policy == Policy::BestEffort {
             return Ok(hint);
         }
         Err(not_aligned())
     }
 
-    fn best(&self, offers: &[Hints]) -> Hint {
+    fn best(&self, all_hints: &[Hints]) -> Hint {
         let single = self.rules.policy == Policy::SingleNode;
         let impossible = vec![Hint::default()];
-        let resources = offers.iter().flat_map(|hints| hints.values());
+        let resources = all_hints.iter().flat_map(|hints| hints.values());
         let resources = resources.map(|hints| match hints.is_empty() {
             true => &impossible,
             false => hints,
@@ -348,15 +348,15 @@ impl Alignment {
         };
         let closest = self.rules.closest && self.rules.policy != Policy::SingleNode;
         let distance = if closest {
-            self.spread(choice.nodes)
+            self.total_distance(choice.nodes)
         } else {
             0
         };
-        (class, size, distance, choice.nodes.narrowness())
+        (class, size, distance, choice.nodes.preference_order())
     }
 
     /// Sum of the distances between all pairs of nodes.
-    fn spread(&self, mask: NodeMask) -> u64 {
+    fn total_distance(&self, mask: NodeMask) -> u64 {
         let nodes = mask.nodes();
         let pairs = nodes.iter().flat_map(|a| nodes.iter().map(|b| (*a, *b)));
         pairs.filter_map(|pair| self.distances.get(&pair)).sum()

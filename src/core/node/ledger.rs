@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 
-use super::admit::{self, Here, Refusal, Room};
+use super::admit::{self, NodeResources, NodeState, Refusal};
 use super::preempt;
 use super::used::Used;
 use crate::core::pod;
@@ -26,22 +26,22 @@ struct Admitted {
     /// Whether the pod was evicted or preempted.
     evicted: bool,
     /// Deadline until which critical pods wait for this pod to terminate; `None` if none waits.
-    awaited_until: Option<Duration>,
+    wait_deadline: Option<Duration>,
     /// Whether the pod's resources are available to other pods already.
-    uncounted: bool,
+    requests_released: bool,
     /// Pending resize that waits for resources.
-    waits: Option<Waits>,
+    resize: Option<PendingResize>,
     /// Claims that the pod uses exclusively, by namespace and name.
     claims: BTreeSet<(String, String)>,
 }
 
 /// A pending resize.
 #[derive(Debug, Clone)]
-struct Waits {
+struct PendingResize {
     /// The pod with the requested resources.
     pod: Arc<Pod>,
     /// Position in the queue of pending resizes.
-    place: u64,
+    position: u64,
 }
 
 /// Result of an admission.
@@ -107,7 +107,7 @@ const MIN_WAIT: Duration = Duration::from_secs(10);
 
 /// Maximum time that a critical pod waits for this victim: one and a half grace periods, but at least ten seconds
 /// (`killPodNow` in `pkg/kubelet/pod_workers.go`).
-fn longest_wait(victim: &Pod) -> Duration {
+fn max_wait(victim: &Pod) -> Duration {
     let grace = time::span(pod::grace_seconds(victim));
     let half = Duration::from_secs(grace.as_secs() / 2);
     grace.saturating_add(half).max(MIN_WAIT)
@@ -116,7 +116,7 @@ fn longest_wait(victim: &Pod) -> Duration {
 impl Ledger {
     /// Updates the sums after a change of the pod.
     fn recount(&mut self, uid: &str) {
-        match self.pods.get(uid).filter(|own| !own.uncounted) {
+        match self.pods.get(uid).filter(|own| !own.requests_released) {
             Some(own) => self.used.set(uid, &own.pod),
             None => self.used.remove(uid),
         }
@@ -125,20 +125,20 @@ impl Ledger {
     /// Admits a pod, or says why not. An admitted pod stays admitted until it is released. If a critical pod lacks only
     /// resources, other pods are preempted, and each is waited for up to its deadline. `now` is a duration since an
     /// arbitrary fixed moment.
-    pub fn admit(&mut self, pod: &Arc<Pod>, here: &Here<'_>, now: Duration) -> Decision {
+    pub fn admit(&mut self, pod: &Arc<Pod>, node_state: &NodeState<'_>, now: Duration) -> Decision {
         let uid = pod::uid(pod).to_owned();
         if let Some(known) = self.pods.get_mut(&uid) {
             known.pod = Arc::clone(pod);
             self.recount(&uid);
             return Decision::Admitted;
         }
-        let Err(refusal) = admit::admit(pod, &self.used, here) else {
+        let Err(refusal) = admit::admit(pod, &self.used, node_state) else {
             let admitted = Admitted {
                 pod: Arc::clone(pod),
                 evicted: false,
-                awaited_until: None,
-                uncounted: false,
-                waits: None,
+                wait_deadline: None,
+                requests_released: false,
+                resize: None,
                 claims: BTreeSet::new(),
             };
             self.pods.insert(uid.clone(), admitted);
@@ -149,22 +149,25 @@ impl Ledger {
             return Decision::Refused(refusal);
         }
         // Pods that were evicted earlier also free resources.
-        let told = |evicted: bool| -> Vec<&Pod> {
-            let active = self.pods.values().filter(|admitted| !admitted.uncounted);
-            let told = active.filter(|admitted| admitted.evicted == evicted);
-            told.map(|admitted| &*admitted.pod).collect()
+        let pods_by_eviction = |evicted: bool| -> Vec<&Pod> {
+            let active = self
+                .pods
+                .values()
+                .filter(|admitted| !admitted.requests_released);
+            let matching = active.filter(|admitted| admitted.evicted == evicted);
+            matching.map(|admitted| &*admitted.pod).collect()
         };
-        let missing = preempt::missing_after(&refusal.missing, &told(true));
-        let Some(victims) = preempt::victims(pod, &told(false), &missing) else {
+        let missing = preempt::missing_after(&refusal.missing, &pods_by_eviction(true));
+        let Some(victims) = preempt::choose_victims(pod, &pods_by_eviction(false), &missing) else {
             return Decision::Refused(refusal);
         };
         let signal = refusal.reason.trim_start_matches("OutOf").to_owned();
         let chosen: BTreeSet<&String> = victims.iter().collect();
         for (uid, admitted) in &mut self.pods {
             let ends = admitted.evicted || chosen.contains(uid);
-            if ends && !admitted.uncounted {
-                let until = now.saturating_add(longest_wait(&admitted.pod));
-                admitted.awaited_until.get_or_insert(until);
+            if ends && !admitted.requests_released {
+                let until = now.saturating_add(max_wait(&admitted.pod));
+                admitted.wait_deadline.get_or_insert(until);
             }
         }
         let evictions = victims.into_iter().filter_map(|uid| {
@@ -182,61 +185,68 @@ impl Ledger {
 
     /// The earliest deadline of a preempted pod; `None` if critical pods wait for none.
     #[must_use]
-    pub fn next_overdue(&self) -> Option<Duration> {
-        let counted = self.pods.values().filter(|admitted| !admitted.uncounted);
-        counted.filter_map(|admitted| admitted.awaited_until).min()
+    pub fn next_deadline(&self) -> Option<Duration> {
+        let counted = self
+            .pods
+            .values()
+            .filter(|admitted| !admitted.requests_released);
+        counted.filter_map(|admitted| admitted.wait_deadline).min()
     }
 
     /// Clears all deadlines: no critical pod waits any longer.
-    pub fn await_none(&mut self) {
+    pub fn clear_deadlines(&mut self) {
         for admitted in self.pods.values_mut() {
-            admitted.awaited_until = None;
+            admitted.wait_deadline = None;
         }
     }
 
     /// Removes pods past their deadline from the accounts, as if they had terminated, and returns them. The kubelet
     /// also admits the critical pod at that moment.
-    pub fn give_up_overdue(&mut self, now: Duration) -> Vec<Arc<Pod>> {
-        let is_over = |own: &Admitted| own.awaited_until.is_some_and(|until| until <= now);
+    pub fn release_overdue(&mut self, now: Duration) -> Vec<Arc<Pod>> {
+        let is_over = |own: &Admitted| own.wait_deadline.is_some_and(|until| until <= now);
         let overdue = self.pods.values();
         let overdue: Vec<Arc<Pod>> = overdue
-            .filter(|own| !own.uncounted && is_over(own))
+            .filter(|own| !own.requests_released && is_over(own))
             .map(|own| Arc::clone(&own.pod))
             .collect();
         for pod in &overdue {
-            self.uncount(pod::uid(pod));
+            self.release_requests(pod::uid(pod));
         }
         overdue
     }
 
     /// Allocates the resources of a resized pod. On error the pod keeps its allocation; if resources are only missing
-    /// now, the resize is queued, see [`Ledger::waiting_to_grow`].
-    pub fn grow(&mut self, pod: &Pod, room: Room<'_>) -> Result<(), Refusal> {
+    /// now, the resize is queued, see [`Ledger::pending_resizes`].
+    pub fn allocate_resize(
+        &mut self,
+        pod: &Pod,
+        resources: NodeResources<'_>,
+    ) -> Result<(), Refusal> {
         let uid = pod::uid(pod);
-        if let Err(infeasible) = admit::check_capacity(pod, room) {
+        if let Err(infeasible) = admit::check_capacity(pod, resources) {
             // The pod keeps its allocation, and nothing is queued.
             if let Some(own) = self.pods.get_mut(uid) {
-                own.waits = None;
+                own.resize = None;
             }
             return Err(infeasible);
         }
-        let result = admit::check_resources(pod, &self.used, room);
-        let places = self
+        let result = admit::check_resources(pod, &self.used, resources);
+        let positions = self
             .pods
             .values()
-            .filter_map(|a| Some(a.waits.as_ref()?.place));
-        let last = places.max().unwrap_or_default();
+            .filter_map(|a| Some(a.resize.as_ref()?.position));
+        let last = positions.max().unwrap_or_default();
         if let Some(own) = self.pods.get_mut(uid) {
             let pod = Arc::new(pod.clone());
             if result.is_ok() {
-                (own.pod, own.waits) = (pod, None);
+                (own.pod, own.resize) = (pod, None);
                 self.recount(uid);
             } else {
-                let place = own
-                    .waits
+                let position = own
+                    .resize
                     .as_ref()
-                    .map_or(last.saturating_add(1), |w| w.place);
-                own.waits = Some(Waits { pod, place });
+                    .map_or(last.saturating_add(1), |w| w.position);
+                own.resize = Some(PendingResize { pod, position });
             }
         }
         result
@@ -244,7 +254,7 @@ impl Ledger {
 
     /// Sets a pod's allocation to the sizes it has now. Amounts that were allocated for an earlier, abandoned resize
     /// request are released.
-    pub fn book(&mut self, has: &Arc<Pod>) {
+    pub fn set_allocation(&mut self, has: &Arc<Pod>) {
         if let Some(own) = self.pods.get_mut(pod::uid(has)) {
             own.pod = Arc::clone(has);
             self.recount(pod::uid(has));
@@ -253,11 +263,11 @@ impl Ledger {
 
     /// Cancels a pod's resize: the pod leaves the queue, and its allocation returns to these sizes. Returns whether
     /// more was allocated before.
-    pub fn withdraw(&mut self, pod: &Arc<Pod>) -> bool {
+    pub fn cancel_resize(&mut self, pod: &Arc<Pod>) -> bool {
         let Some(own) = self.pods.get_mut(pod::uid(pod)) else {
             return false;
         };
-        own.waits = None;
+        own.resize = None;
         let before = std::mem::replace(&mut own.pod, Arc::clone(pod));
         self.recount(pod::uid(pod));
         requests_more(pod, &before)
@@ -266,19 +276,19 @@ impl Ledger {
     /// The queued resizes in the order in which they are granted (KEP-1287). Resizes that request no more than the pod
     /// has come first. Then priority, QoS class (Guaranteed first) and the longest wait decide.
     #[must_use]
-    pub fn waiting_to_grow(&self) -> Vec<Arc<Pod>> {
+    pub fn pending_resizes(&self) -> Vec<Arc<Pod>> {
         let waiting = self
             .pods
             .values()
-            .filter_map(|a| Some((a, a.waits.as_ref()?)));
+            .filter_map(|a| Some((a, a.resize.as_ref()?)));
         let mut waiting: Vec<_> = waiting.collect();
-        waiting.sort_by_key(|(admitted, waits)| {
-            let spec = pod::spec(&waits.pod);
+        waiting.sort_by_key(|(admitted, resize)| {
+            let spec = pod::spec(&resize.pod);
             (
-                requests_more(&admitted.pod, &waits.pod),
+                requests_more(&admitted.pod, &resize.pod),
                 Reverse(spec.priority.unwrap_or_default()),
                 qos::of(spec) != QosClass::Guaranteed,
-                waits.place,
+                resize.position,
             )
         });
         waiting
@@ -289,7 +299,7 @@ impl Ledger {
 
     /// Acquires a claim that only one pod may use at a time (ReadWriteOncePod), until the pod is released. Fails if
     /// another pod has acquired it, or has been running with it since before this agent started.
-    pub fn hold_alone(&mut self, uid: &str, namespace: &str, claim: &str) -> bool {
+    pub fn acquire_exclusive_claim(&mut self, uid: &str, namespace: &str, claim: &str) -> bool {
         let key = (namespace.to_owned(), claim.to_owned());
         let runs = |pod: &Pod| pod::phase(pod) == "Running";
         let other_has = |(other, admitted): (&String, &Admitted)| {
@@ -309,7 +319,7 @@ impl Ledger {
 
     /// Whether a pod has acquired an exclusive claim.
     #[must_use]
-    pub fn holds_alone(&self, uid: &str) -> bool {
+    pub fn has_exclusive_claim(&self, uid: &str) -> bool {
         self.pods.get(uid).is_some_and(|own| !own.claims.is_empty())
     }
 
@@ -323,16 +333,16 @@ impl Ledger {
 
     /// Marks a pod as evicted even if it was before, because its grace period may be shorter now. Returns whether the
     /// pod is admitted.
-    pub fn end(&mut self, uid: &str) -> bool {
+    pub fn evict_again(&mut self, uid: &str) -> bool {
         let pod = self.pods.get_mut(uid);
         pod.map(|pod| pod.evicted = true).is_some()
     }
 
     /// Removes a pod from the accounts: its containers have stopped, or no source lists it. The scheduler reuses its
     /// resources as soon as the API shows that.
-    pub fn uncount(&mut self, uid: &str) {
+    pub fn release_requests(&mut self, uid: &str) {
         if let Some(own) = self.pods.get_mut(uid) {
-            own.uncounted = true;
+            own.requests_released = true;
             self.recount(uid);
         }
     }
@@ -358,9 +368,9 @@ impl Ledger {
 
 /// Whether a pod requests more of any resource than it has.
 #[must_use]
-pub fn requests_more(has: &Pod, asks: &Pod) -> bool {
+pub fn requests_more(has: &Pod, requested: &Pod) -> bool {
     let has = requests(has);
-    requests(asks)
+    requests(requested)
         .iter()
         .any(|(name, amount)| *amount > has.get(name).copied().unwrap_or_default())
 }

@@ -12,7 +12,7 @@ use k8s_openapi::api::core::v1::Pod;
 use super::admit::{Refusal, infeasible};
 use super::cpus::{self, Cpus, checkpoint as cpu_checkpoint};
 use super::devices::{Devices, NearNodes, Slot};
-use super::hints::{self, Alignment, Asker, Count, Hint, Hints, NodeMask, Provider, Scope};
+use super::hints::{self, Alignment, Count, Hint, Hints, NodeMask, Provider, Scope, Subject};
 use super::memory::{self, Memory, checkpoint as memory_checkpoint};
 use super::topology::Topology;
 use crate::core::pod::pinning::Pinning;
@@ -48,7 +48,7 @@ impl Default for Rules {
 impl Rules {
     /// Whether containers are pinned to CPUs or memory nodes.
     #[must_use]
-    pub fn bind(&self) -> bool {
+    pub fn pins_containers(&self) -> bool {
         self.cpus.is_some() || self.memory.is_some()
     }
 }
@@ -133,29 +133,29 @@ impl Managers {
         [devices].into_iter().chain(cpus).chain(memory).collect()
     }
 
-    fn offers(&mut self, devices: &mut NearNodes<'_>, asker: Asker<'_>) -> Vec<Hints> {
+    fn collect_hints(&mut self, devices: &mut NearNodes<'_>, subject: Subject<'_>) -> Vec<Hints> {
         let providers = self.providers(devices);
-        providers.iter().map(|p| p.hints(asker)).collect()
+        providers.iter().map(|p| p.hints(subject)).collect()
     }
 
     /// Allocates a pod's resources; existing allocations are kept. On error all allocations are as before.
     pub fn admit(&mut self, pod: &Pod, devices: &mut Devices) -> Admission {
         let uid = pod::uid(pod);
-        let cpus = self.cpus.as_ref().map(|c| c.holding(uid));
-        let memory = self.memory.as_ref().map(|m| m.holding(uid));
-        let held = devices.holding(uid);
+        let cpus = self.cpus.as_ref().map(|c| c.snapshot(uid));
+        let memory = self.memory.as_ref().map(|m| m.snapshot(uid));
+        let devices_before = devices.snapshot(uid);
         let mut counts = vec![Count::Alignment];
-        let given = self.give(pod, devices, &mut counts);
-        let result = match given {
-            Ok(()) => Ok(devices.unanswered(pod)),
+        let result = self.allocate(pod, devices, &mut counts);
+        let result = match result {
+            Ok(()) => Ok(devices.pending_calls(pod)),
             Err(refusal) => {
                 if let (Some(own), Some(before)) = (&mut self.cpus, cpus) {
-                    own.put_back(uid, before);
+                    own.restore(uid, before);
                 }
                 if let (Some(own), Some(before)) = (&mut self.memory, memory) {
-                    own.put_back(uid, before);
+                    own.restore(uid, before);
                 }
-                devices.put_back(uid, held);
+                devices.restore(uid, devices_before);
                 Err(refusal)
             }
         };
@@ -165,7 +165,7 @@ impl Managers {
         Admission { result, counts }
     }
 
-    fn give(
+    fn allocate(
         &mut self,
         pod: &Pod,
         devices: &mut Devices,
@@ -179,16 +179,17 @@ impl Managers {
         let aligned = |scope| alignment.as_ref().filter(|a| a.scope() == scope);
         let mut affinity = Hint::default();
         if let Some(alignment) = aligned(Scope::Pod) {
-            let offers = self.offers(&mut devices, Asker::Pod(pod));
-            affinity = merged(alignment, &offers, counts)?;
+            let all_hints = self.collect_hints(&mut devices, Subject::Pod(pod));
+            affinity = merged(alignment, &all_hints, counts)?;
         }
         for (role, container) in pod::containers(pod) {
             if role == Role::Ephemeral {
                 continue;
             }
             if let Some(alignment) = aligned(Scope::Container) {
-                let offers = self.offers(&mut devices, Asker::Container(pod, &container));
-                affinity = merged(alignment, &offers, counts)?;
+                let all_hints =
+                    self.collect_hints(&mut devices, Subject::Container(pod, &container));
+                affinity = merged(alignment, &all_hints, counts)?;
             }
             for provider in self.providers(&mut devices) {
                 provider.allocate(pod, role, &container, affinity, counts)?;
@@ -217,7 +218,7 @@ impl Managers {
 
     /// Whether the managers permit a resize of a running pod. Exclusive CPUs and memory cannot change while containers
     /// run.
-    pub fn resize(&self, now: &Pod, then: &Pod) -> Result<(), Refusal> {
+    pub fn check_resize(&self, now: &Pod, then: &Pod) -> Result<(), Refusal> {
         let changes = |resource: &str| {
             let of = |pod: &Pod| -> Vec<_> {
                 let containers = pod::containers(pod);
@@ -297,10 +298,10 @@ impl Managers {
 /// The best nodes for all resources. Counts pods that cannot be aligned to one node.
 fn merged(
     alignment: &Alignment,
-    offers: &[Hints],
+    all_hints: &[Hints],
     counts: &mut Vec<Count>,
 ) -> Result<Hint, Refusal> {
-    let merged = alignment.merge(offers);
+    let merged = alignment.merge(all_hints);
     if merged.is_err() && alignment.is_guaranteed() {
         counts.push(Count::NoNode(alignment.scope()));
     }
@@ -325,7 +326,7 @@ fn cpus(
     };
     let alignment = rules.alignment.map(|a| a.policy);
     let mut cpus = Cpus::new(own, alignment, Arc::clone(topology))?;
-    cpus.adopt(state.unwrap_or_default()).map_err(unusable)?;
+    cpus.load(state.unwrap_or_default()).map_err(unusable)?;
     Ok(Some(cpus))
 }
 
@@ -346,7 +347,7 @@ fn memory(
         return Ok(None);
     };
     let mut memory = Memory::new(own, &machine.topology, &machine.set_aside)?;
-    memory.adopt(state.unwrap_or_default()).map_err(unusable)?;
+    memory.load(state.unwrap_or_default()).map_err(unusable)?;
     Ok(Some(memory))
 }
 

@@ -2,7 +2,7 @@
 
 use k8s_openapi::api::core::v1::Pod;
 
-use super::admit::taken;
+use super::admit::resources_of;
 use crate::core::pod;
 use crate::core::pod::qos::{self, QosClass};
 use crate::core::pod::resources::Amounts;
@@ -17,7 +17,7 @@ pub fn is_critical(pod: &Pod) -> bool {
     pod::is_static(pod) || pod::is_mirror(pod) || pod::spec(pod).priority.unwrap_or(0) >= CRITICAL
 }
 
-fn may_go(victim: &Pod, for_pod: &Pod) -> bool {
+fn is_preemptable(victim: &Pod, for_pod: &Pod) -> bool {
     let priority = |p: &Pod| pod::spec(p).priority.unwrap_or(0);
     !pod::is_static(victim) && (!is_critical(victim) || priority(victim) < priority(for_pod))
 }
@@ -32,15 +32,18 @@ fn class(pod: &Pod) -> u8 {
 
 /// The amounts still missing after these pods have terminated.
 #[must_use]
-pub fn missing_after(missing: &Amounts, ending: &[&Pod]) -> Amounts {
-    let left = ending.iter().fold(missing.clone(), |mut left, pod| {
-        let freed = taken(pod);
-        for (name, need) in &mut left {
-            *need = *need - of(&freed, name);
-        }
-        left
-    });
-    left.into_iter()
+pub fn missing_after(missing: &Amounts, terminating: &[&Pod]) -> Amounts {
+    let remaining = terminating
+        .iter()
+        .fold(missing.clone(), |mut remaining, pod| {
+            let freed = resources_of(pod);
+            for (name, need) in &mut remaining {
+                *need = *need - of(&freed, name);
+            }
+            remaining
+        });
+    remaining
+        .into_iter()
         .filter(|(_, need)| *need > Quantity::ZERO)
         .collect()
 }
@@ -48,12 +51,12 @@ pub fn missing_after(missing: &Amounts, ending: &[&Pod]) -> Amounts {
 /// Uids of the pods to preempt so that `missing` becomes available; `None` if that is impossible. Prefers lower QoS
 /// classes, then fewer pods, then smaller ones, and never includes a pod that is not needed.
 #[must_use]
-pub fn victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<String>> {
+pub fn choose_victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<String>> {
     let wanted = missing;
-    let mut left: Vec<(&Pod, Amounts)> = others
+    let mut candidates: Vec<(&Pod, Amounts)> = others
         .iter()
-        .filter(|p| may_go(p, for_pod))
-        .map(|p| (*p, taken(p)))
+        .filter(|p| is_preemptable(p, for_pod))
+        .map(|p| (*p, resources_of(p)))
         .collect();
     let mut chosen: Vec<&Pod> = vec![];
     let mut missing = missing_after(missing, &[]);
@@ -75,14 +78,14 @@ pub fn victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<
                     .map(|name| of(amounts, name).milli())
                     .fold(0, i64::saturating_add)
             };
-            let best = left
+            let best = candidates
                 .iter()
                 .enumerate()
                 .filter(|(_, (p, amounts))| class(p) <= limit && share(amounts) > 0)
                 .max_by_key(|(_, (_, amounts))| (share(amounts), std::cmp::Reverse(size(amounts))))
                 .map(|(at, _)| at);
             let Some(at) = best else { break };
-            let (pod, _) = left.remove(at);
+            let (pod, _) = candidates.remove(at);
             missing = missing_after(&missing, &[pod]);
             chosen.push(pod);
         }
@@ -164,7 +167,7 @@ mod tests {
             (vec![&critical], missing("1", 0), None),
         ];
         for (others, missing, expected) in cases {
-            let found = victims(&critical, &others, &missing);
+            let found = choose_victims(&critical, &others, &missing);
             assert_eq!(
                 found,
                 expected.map(|e| e.into_iter().map(str::to_owned).collect::<Vec<_>>()),

@@ -11,7 +11,7 @@ const LISTED_WITHIN: Duration = Duration::from_secs(180);
 
 /// The runtime's status; each field says why the condition is not met, `None` if it is.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Answer {
+pub struct RuntimeConditions {
     /// `RuntimeReady`.
     pub runtime: Option<String>,
     /// `NetworkReady`.
@@ -22,34 +22,34 @@ pub struct Answer {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RuntimeHealth {
     /// The last status and when it was received.
-    last: Option<(Duration, Answer)>,
+    last: Option<(Duration, RuntimeConditions)>,
     /// Why the last call failed; `None` if it succeeded.
     failure: Option<String>,
     /// Time since the last list of pods.
-    unlisted: Duration,
+    since_last_list: Duration,
 }
 
 impl RuntimeHealth {
     /// Records a successful status call.
-    pub fn answered(&mut self, at: Duration, answer: Answer) {
-        self.last = Some((at, answer));
+    pub fn record_status(&mut self, at: Duration, conditions: RuntimeConditions) {
+        self.last = Some((at, conditions));
         self.failure = None;
     }
 
     /// Records a failed status call.
-    pub fn failed(&mut self, why: String) {
+    pub fn record_failure(&mut self, why: String) {
         self.failure = Some(why);
     }
 
     /// Records how long ago the pods were last listed.
-    pub fn listed(&mut self, ago: Duration) {
-        self.unlisted = ago;
+    pub fn record_list(&mut self, ago: Duration) {
+        self.since_last_list = ago;
     }
 
     /// Why changes of pods may go unnoticed; `None` if they do not. The text is constant, because every change of it
     /// updates the Node.
-    fn unfollowed(&self) -> Option<String> {
-        (self.unlisted > LISTED_WITHIN).then(|| {
+    fn unobserved_reason(&self) -> Option<String> {
+        (self.since_last_list > LISTED_WITHIN).then(|| {
             format!(
                 "PLEG is not healthy: the runtime's pods were not listed for {}s",
                 LISTED_WITHIN.as_secs()
@@ -59,35 +59,35 @@ impl RuntimeHealth {
 
     /// Whether everything is healthy, so that the next check can wait.
     #[must_use]
-    pub fn is_settled(&self) -> bool {
+    pub fn is_healthy(&self) -> bool {
         self.failure.is_none()
-            && matches!(&self.last, Some((_, answer)) if *answer == Answer::default())
+            && matches!(&self.last, Some((_, conditions)) if *conditions == RuntimeConditions::default())
     }
 
     /// Why the runtime is down; `None` if it is not.
     #[must_use]
     pub fn down(&self, at: Duration) -> Option<String> {
-        let (answered, _) = self.last.as_ref()?;
+        let (last_success, _) = self.last.as_ref()?;
         let failure = self.failure.as_ref()?;
-        (at.saturating_sub(*answered) >= DOWN_AFTER)
+        (at.saturating_sub(*last_success) >= DOWN_AFTER)
             .then(|| format!("container runtime is down: {failure}"))
     }
 
     /// Why the node is not ready because of the runtime, in the kubelet's words; empty if the runtime is healthy.
     #[must_use]
     pub fn problems(&self, at: Duration) -> Vec<String> {
-        let Some((_, answer)) = &self.last else {
+        let Some((_, conditions)) = &self.last else {
             let text = "container runtime status check may not have completed yet";
             return vec![match &self.failure {
                 None => text.to_owned(),
                 Some(why) => format!("{text}: {why}"),
             }];
         };
-        let runtime = answer.runtime.as_ref();
-        let network = answer.network.as_ref();
+        let runtime = conditions.runtime.as_ref();
+        let network = conditions.network.as_ref();
         self.down(at)
             .into_iter()
-            .chain(self.unfollowed())
+            .chain(self.unobserved_reason())
             .chain(runtime.map(|why| format!("container runtime not ready: {why}")))
             .chain(network.map(|why| format!("container runtime network not ready: {why}")))
             .collect()
@@ -111,13 +111,13 @@ mod tests {
     fn a_runtime_is_down_half_a_minute_after_its_last_answer() {
         let mut health = RuntimeHealth::default();
         assert!(problem(&health, 0).is_some_and(|p| p.contains("may not have completed yet")));
-        health.failed("refused".into());
+        health.record_failure("refused".into());
         assert!(problem(&health, 60).is_some_and(|p| p.ends_with("yet: refused")));
-        health.answered(at(60), Answer::default());
+        health.record_status(at(60), RuntimeConditions::default());
         assert_eq!(problem(&health, 61), None);
-        assert!(health.is_settled());
-        health.failed("refused".into());
-        assert!(!health.is_settled());
+        assert!(health.is_healthy());
+        health.record_failure("refused".into());
+        assert!(!health.is_healthy());
         for (seconds, expected) in [
             (61, None),
             (89, None),
@@ -125,34 +125,34 @@ mod tests {
         ] {
             assert_eq!(problem(&health, seconds).as_deref(), expected, "{seconds}");
         }
-        health.answered(at(91), Answer::default());
+        health.record_status(at(91), RuntimeConditions::default());
         assert_eq!(problem(&health, 91), None);
     }
 
     #[test]
     fn a_runtime_whose_pod_list_fails_makes_the_node_not_ready() {
         let mut health = RuntimeHealth::default();
-        health.answered(at(1), Answer::default());
+        health.record_status(at(1), RuntimeConditions::default());
         for (ago, is_ready) in [(30, true), (180, true), (181, false), (0, true)] {
-            health.listed(at(ago));
+            health.record_list(at(ago));
             let problem = problem(&health, 1);
             assert_eq!(problem.is_none(), is_ready, "{ago}");
-            let told = "PLEG is not healthy: the runtime's pods were not listed for 180s";
-            assert!(problem.is_none_or(|p| p == told));
+            let expected = "PLEG is not healthy: the runtime's pods were not listed for 180s";
+            assert!(problem.is_none_or(|p| p == expected));
         }
     }
 
     #[test]
     fn a_not_ready_response_applies_immediately() {
         let mut health = RuntimeHealth::default();
-        let answer = Answer {
+        let conditions = RuntimeConditions {
             runtime: None,
             network: Some("no CNI config".into()),
         };
-        health.answered(at(1), answer);
+        health.record_status(at(1), conditions);
         let network = "container runtime network not ready: no CNI config";
         assert_eq!(problem(&health, 1).as_deref(), Some(network));
-        health.failed("refused".into());
+        health.record_failure("refused".into());
         assert_eq!(
             problem(&health, 31),
             Some(format!("[container runtime is down: refused, {network}]"))

@@ -21,9 +21,9 @@ pub const REJECTED: &str = "NodeShutdown";
 /// Status message that belongs to [`REJECTED`].
 pub const REJECTED_MESSAGE: &str = "Pod was rejected as the node is shutting down.";
 /// Status reason of a pod that the shutdown terminated.
-pub const ENDED: &str = "Terminated";
-/// Status message that belongs to [`ENDED`], also used for the condition `DisruptionTarget`.
-const ENDED_MESSAGE: &str = "Pod was terminated in response to imminent node shutdown.";
+pub const TERMINATED: &str = "Terminated";
+/// Status message that belongs to [`TERMINATED`], also used for the condition `DisruptionTarget`.
+const TERMINATED_MESSAGE: &str = "Pod was terminated in response to imminent node shutdown.";
 /// File below the root directory with the start and end of the last shutdown, in the kubelet's format.
 pub const STATE_FILE: &str = "graceful_node_shutdown_state";
 /// Go's zero time, which stands for an unknown time.
@@ -43,7 +43,7 @@ pub struct Period {
 
 /// Shutdown settings of the configuration.
 #[derive(Debug, Clone, Default)]
-pub struct Statements {
+pub struct ShutdownSettings {
     /// `shutdownGracePeriod`: total time for all pods.
     pub all: Duration,
     /// `shutdownGracePeriodCriticalPods`: the part of that time reserved for critical pods, which terminate last.
@@ -80,8 +80,8 @@ pub struct Phase {
 
 impl Periods {
     /// Validates the configuration by the kubelet's rules.
-    pub fn new(statements: &Statements) -> Result<Periods, Invalid> {
-        let Statements { all, critical, .. } = *statements;
+    pub fn new(settings: &ShutdownSettings) -> Result<Periods, Invalid> {
+        let ShutdownSettings { all, critical, .. } = *settings;
         let invalid = |field, value: String, remedy| Invalid {
             field,
             value,
@@ -103,7 +103,7 @@ impl Periods {
                 "it is a part of shutdownGracePeriod: use at most that period",
             ));
         }
-        let mut periods = statements.by_priority.clone();
+        let mut periods = settings.by_priority.clone();
         if periods.is_empty() {
             return Ok(Periods(simple(all, critical)));
         }
@@ -176,18 +176,22 @@ fn simple(all: Duration, critical: Duration) -> Vec<Period> {
 }
 
 impl Phase {
-    /// Termination of a pod in this phase with `left` remaining: the grace period is the pod's own, or the remaining
-    /// time if that is shorter.
+    /// Termination of a pod in this phase: the grace period is the pod's own, or the `remaining` time if that is
+    /// shorter.
     #[must_use]
-    pub fn verdict(&self, pod: &Pod, left: Duration) -> Verdict {
+    pub fn verdict(&self, pod: &Pod, remaining: Duration) -> Verdict {
         // Rounds, so that the agent's own delay does not shorten the grace period.
-        let left = i64::try_from(left.saturating_add(Duration::from_millis(500)).as_secs());
+        let remaining = i64::try_from(
+            remaining
+                .saturating_add(Duration::from_millis(500))
+                .as_secs(),
+        );
         Verdict {
             cause: Cause::NodeShutdown,
-            reason: ENDED.into(),
-            message: ENDED_MESSAGE.into(),
-            disruption: Some(ENDED_MESSAGE.into()),
-            grace: Some(pod::grace_seconds(pod).min(left.unwrap_or(i64::MAX))),
+            reason: TERMINATED.into(),
+            message: TERMINATED_MESSAGE.into(),
+            disruption: Some(TERMINATED_MESSAGE.into()),
+            grace: Some(pod::grace_seconds(pod).min(remaining.unwrap_or(i64::MAX))),
         }
     }
 }
@@ -247,20 +251,20 @@ mod tests {
         Arc::new(serde_json::from_value(pod).expect("a pod"))
     }
 
-    fn by_priority(periods: &[(i32, i64)]) -> Statements {
+    fn by_priority(periods: &[(i32, i64)]) -> ShutdownSettings {
         let period = |(priority, seconds): &(i32, i64)| Period {
             priority: *priority,
             shutdown_grace_period_seconds: *seconds,
         };
-        Statements {
+        ShutdownSettings {
             by_priority: periods.iter().map(period).collect(),
-            ..Statements::default()
+            ..ShutdownSettings::default()
         }
     }
 
-    fn simple(all: &str, critical: &str) -> Statements {
+    fn simple(all: &str, critical: &str) -> ShutdownSettings {
         let time = |text| crate::core::time::duration(text).expect("a duration");
-        Statements {
+        ShutdownSettings {
             all: time(all),
             critical: time(critical),
             by_priority: vec![],
@@ -316,7 +320,7 @@ mod tests {
             (CRITICAL, 7, &["critical", "node-critical"]),
         ];
         let above = &[above[0], (100, 2, &["high", "middle"]), above[1]];
-        for (statements, expected, total) in [
+        for (settings, expected, total) in [
             (simple("30s", "10s"), two, 30),
             // Fractions of a second are dropped.
             (simple("30.5s", "10.2s"), two, 30),
@@ -333,14 +337,14 @@ mod tests {
                 19,
             ),
         ] {
-            let periods = Periods::new(&statements).expect("periods");
-            assert_eq!(periods.total().as_secs(), total, "{statements:?}");
+            let periods = Periods::new(&settings).expect("periods");
+            assert_eq!(periods.total().as_secs(), total, "{settings:?}");
             let shown = shown(&periods.phases(of_all_priorities()));
             let expected: Vec<_> = expected
                 .iter()
                 .map(|(priority, period, names)| (*priority, *period, names.join(" ")))
                 .collect();
-            assert_eq!(shown, expected, "{statements:?}");
+            assert_eq!(shown, expected, "{settings:?}");
         }
         let none = Periods::new(&simple("0s", "0s")).expect("periods");
         assert!(none.is_empty() && none.phases(of_all_priorities()).is_empty());
@@ -353,7 +357,7 @@ mod tests {
             period: Duration::from_secs(10),
             pods: vec![],
         };
-        for (own, left, expected) in [
+        for (own, remaining, expected) in [
             (30, 10_000, 10),
             (10, 10_000, 10),
             (3, 10_000, 3),
@@ -362,8 +366,12 @@ mod tests {
             (30, 9_100, 9),
             (30, 0, 0),
         ] {
-            let verdict = phase.verdict(&pod("p", None, own), Duration::from_millis(left));
-            assert_eq!(verdict.grace, Some(expected), "{own} s, {left} ms left");
+            let verdict = phase.verdict(&pod("p", None, own), Duration::from_millis(remaining));
+            assert_eq!(
+                verdict.grace,
+                Some(expected),
+                "{own} s, {remaining} ms left"
+            );
             assert_eq!(
                 (verdict.reason.as_str(), verdict.cause),
                 ("Terminated", Cause::NodeShutdown)
@@ -376,11 +384,11 @@ mod tests {
 
     #[test]
     fn invalid_grace_periods_are_rejected_by_field() {
-        let both = Statements {
+        let both = ShutdownSettings {
             all: Duration::from_secs(5),
             ..by_priority(&[(0, 5)])
         };
-        for (statements, field) in [
+        for (settings, field) in [
             (simple("500ms", "0s"), "shutdownGracePeriod"),
             (simple("5s", "10ms"), "shutdownGracePeriodCriticalPods"),
             (simple("5s", "6s"), "shutdownGracePeriodCriticalPods"),
@@ -391,7 +399,7 @@ mod tests {
                 "shutdownGracePeriodByPodPriority",
             ),
         ] {
-            let refused = Periods::new(&statements).expect_err(field);
+            let refused = Periods::new(&settings).expect_err(field);
             assert_eq!(refused.field, field, "{refused:?}");
         }
     }

@@ -45,7 +45,7 @@ pub enum Verdict {
 /// Content of a signing request, parsed once. This value is checked, signed, and compared with the issued certificate.
 /// Requests with any other content are rejected, so that no other parser can interpret them differently.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Asked {
+pub struct CsrRequest {
     /// The subject's only common name.
     pub name: String,
     /// The subject's only organization.
@@ -112,7 +112,7 @@ fn alternative_names(names: &[GeneralName<'_>]) -> Result<(Vec<String>, Vec<IpAd
 }
 
 /// Parses a DER-encoded request for one of the node signers; the error names the content that is not allowed.
-pub fn asked(request: &[u8]) -> Result<Asked, String> {
+pub fn parse_request(request: &[u8]) -> Result<CsrRequest, String> {
     let Ok((rest, csr)) = X509CertificationRequest::from_der(request) else {
         return Err("the request is not a valid PKCS#10 request".into());
     };
@@ -147,7 +147,7 @@ pub fn asked(request: &[u8]) -> Result<Asked, String> {
             }
         }
     }
-    Ok(Asked {
+    Ok(CsrRequest {
         name,
         organization,
         dns,
@@ -157,10 +157,10 @@ pub fn asked(request: &[u8]) -> Result<Asked, String> {
 }
 
 /// Checks that a DER-encoded certificate has exactly the requested content; the error names the difference.
-pub fn is_as_requested(certificate: &[u8], asked: &Asked, client: bool) -> Result<(), String> {
+pub fn check_issued(certificate: &[u8], csr: &CsrRequest, client: bool) -> Result<(), String> {
     let (_, certificate) = x509_parser::parse_x509_certificate(certificate)
         .map_err(|_| "the certificate is not a valid X.509 certificate".to_owned())?;
-    if only_names(certificate.subject())? != (asked.name.clone(), asked.organization.clone()) {
+    if only_names(certificate.subject())? != (csr.name.clone(), csr.organization.clone()) {
         return Err("the certificate has another subject".into());
     }
     let names = certificate
@@ -169,10 +169,10 @@ pub fn is_as_requested(certificate: &[u8], asked: &Asked, client: bool) -> Resul
         .map_or(Ok((vec![], vec![])), |names| {
             alternative_names(&names.value.general_names)
         })?;
-    if names != (asked.dns.clone(), asked.addresses.clone()) {
+    if names != (csr.dns.clone(), csr.addresses.clone()) {
         return Err("the certificate has other alternative names".into());
     }
-    if certificate.public_key().raw != asked.key {
+    if certificate.public_key().raw != csr.key {
         return Err("the certificate is for another key".into());
     }
     let usage = certificate
@@ -193,26 +193,26 @@ pub fn is_as_requested(certificate: &[u8], asked: &Asked, client: bool) -> Resul
 
 /// Decides about a parsed request to one of the node signers.
 #[must_use]
-pub fn judge(
+pub fn decide(
     signer: &str,
-    asked: &Result<Asked, String>,
+    csr: &Result<CsrRequest, String>,
     usages: &[&str],
     requester: Requester<'_>,
 ) -> Verdict {
     if signer != CLIENT && signer != SERVING {
         return Verdict::Ignore;
     }
-    let refuse = |why: &str| Verdict::Refuse(why.to_owned());
-    let asked = match asked {
-        Ok(asked) => asked,
-        Err(why) => return refuse(why),
+    let reject = |why: &str| Verdict::Refuse(why.to_owned());
+    let csr = match csr {
+        Ok(csr) => csr,
+        Err(why) => return reject(why),
     };
-    let name = asked.name.as_str();
-    if asked.organization != "system:nodes" {
-        return refuse("the only organization must be system:nodes");
+    let name = csr.name.as_str();
+    if csr.organization != "system:nodes" {
+        return reject("the only organization must be system:nodes");
     }
     if name.strip_prefix("system:node:").is_none_or(str::is_empty) {
-        return refuse("the common name must be system:node:<name>");
+        return reject("the common name must be system:node:<name>");
     }
     let main = if signer == CLIENT {
         "client auth"
@@ -229,19 +229,19 @@ pub fn judge(
             "the usages must be digital signature, {main} and optionally key encipherment"
         ));
     }
-    let named = !asked.dns.is_empty() || !asked.addresses.is_empty();
+    let has_names = !csr.dns.is_empty() || !csr.addresses.is_empty();
     if signer == SERVING {
-        return match named {
-            false => refuse("at least one DNS name or IP address is needed"),
+        return match has_names {
+            false => reject("at least one DNS name or IP address is needed"),
             // Only the node itself may request its serving certificate.
             true if requester.name != name => {
-                refuse("only the node itself may request its serving certificate")
+                reject("only the node itself may request its serving certificate")
             }
             true => Verdict::Wait,
         };
     }
-    if named {
-        return refuse("a client certificate must not have alternative names");
+    if has_names {
+        return reject("a client certificate must not have alternative names");
     }
     let bootstraps = requester
         .groups
@@ -299,7 +299,7 @@ pub fn pem(label: &str, der: &[u8]) -> String {
 
 /// When to renew a certificate: after 70 to 90 % of its validity. `share` is between 0 and 1.
 #[must_use]
-pub fn due(begins: Timestamp, ends: Timestamp, share: f64) -> Timestamp {
+pub fn renewal_time(begins: Timestamp, ends: Timestamp, share: f64) -> Timestamp {
     let life = ends.duration_since(begins);
     let until_due = life.as_secs_f64() * (0.7 + 0.2 * share.clamp(0.0, 1.0));
     // A fraction of the validity is never longer than the validity.
@@ -349,12 +349,12 @@ pub fn is_version_1(pem: &[u8]) -> bool {
 
 /// Whether the first certificate in a PEM text is valid for all of these names and addresses.
 #[must_use]
-pub fn is_for(pem: &[u8], names: &[String]) -> bool {
-    let held = read(pem, |certificate| {
+pub fn covers_names(pem: &[u8], names: &[String]) -> bool {
+    let names_covered = read(pem, |certificate| {
         let extension = certificate.subject_alternative_name().ok()??;
         alternative_names(&extension.value.general_names).ok()
     });
-    let (dns, addresses) = held.unwrap_or_default();
+    let (dns, addresses) = names_covered.unwrap_or_default();
     names.iter().all(|name| match name.parse() {
         Ok(address) => addresses.contains(&address),
         Err(_) => dns.contains(name),
@@ -396,8 +396,8 @@ mod tests {
             .to_vec()
     }
 
-    fn judge(signer: &str, der: &[u8], usages: &[&str], requester: Requester<'_>) -> Verdict {
-        super::judge(signer, &asked(der), usages, requester)
+    fn decide(signer: &str, der: &[u8], usages: &[&str], requester: Requester<'_>) -> Verdict {
+        super::decide(signer, &parse_request(der), usages, requester)
     }
 
     /// Signers or relying parties could interpret content other than one common name, one organization and alternative
@@ -451,12 +451,12 @@ mod tests {
             ("a mail address", email, "only DNS names"),
         ] {
             let der = request_with("system:nodes", "system:node:n", &[], change);
-            let why = asked(&der).expect_err(what);
+            let why = parse_request(&der).expect_err(what);
             assert!(why.contains(words), "{what}: {why}");
         }
         let mut trailing = request("system:nodes", "system:node:n", &[]);
         trailing.push(0);
-        assert!(asked(&trailing).is_err());
+        assert!(parse_request(&trailing).is_err());
         let mut two = rcgen::CertificateParams::default();
         second_name(&mut two);
         let key = rcgen::KeyPair::generate().expect("a key");
@@ -486,16 +486,16 @@ mod tests {
         let serving = ["digital signature", "server auth", "key encipherment"];
         let own = request("system:nodes", "system:node:n", &[]);
         let served = request("system:nodes", "system:node:n", &["n", "192.0.2.1"]);
-        assert_eq!(judge(CLIENT, &own, &client, bootstrapper), Verdict::Allow);
-        assert_eq!(judge(CLIENT, &own, &client, node), Verdict::Allow);
+        assert_eq!(decide(CLIENT, &own, &client, bootstrapper), Verdict::Allow);
+        assert_eq!(decide(CLIENT, &own, &client, node), Verdict::Allow);
         assert_eq!(
-            judge(CLIENT, &own, &client, other),
+            decide(CLIENT, &own, &client, other),
             Verdict::Wait,
             "an administrator decides"
         );
-        assert_eq!(judge(SERVING, &served, &serving, node), Verdict::Wait);
+        assert_eq!(decide(SERVING, &served, &serving, node), Verdict::Wait);
         assert_eq!(
-            judge("example.com/other", &own, &client, node),
+            decide("example.com/other", &own, &client, node),
             Verdict::Ignore
         );
         for (signer, der, usages, requester) in [
@@ -530,7 +530,7 @@ mod tests {
             (CLIENT, &vec![1, 2, 3], &client, bootstrapper),
         ] {
             assert!(
-                matches!(judge(signer, der, usages, requester), Verdict::Refuse(_)),
+                matches!(decide(signer, der, usages, requester), Verdict::Refuse(_)),
                 "{signer} {usages:?}"
             );
         }
@@ -540,7 +540,10 @@ mod tests {
     fn certificates_are_renewed_before_they_expire() {
         let at = |s: i64| Timestamp::from_second(s).expect("a time");
         assert_eq!(
-            (due(at(0), at(1000), 0.0), due(at(0), at(1000), 1.0)),
+            (
+                renewal_time(at(0), at(1000), 0.0),
+                renewal_time(at(0), at(1000), 1.0)
+            ),
             (at(700), at(900))
         );
         let made = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate");
@@ -552,9 +555,9 @@ mod tests {
     #[test]
     fn a_certificate_covers_only_its_own_names() {
         let names = |names: &[&str]| names.iter().map(ToString::to_string).collect::<Vec<_>>();
-        let of = |held: &[&str], asked: &[&str]| {
-            let made = rcgen::generate_simple_self_signed(names(held)).expect("a certificate");
-            is_for(made.cert.pem().as_bytes(), &names(asked))
+        let of = |own: &[&str], requested: &[&str]| {
+            let made = rcgen::generate_simple_self_signed(names(own)).expect("a certificate");
+            covers_names(made.cert.pem().as_bytes(), &names(requested))
         };
         assert!(of(
             &["n1", "192.0.2.1", "2001:db8::1"],
@@ -562,6 +565,6 @@ mod tests {
         ));
         assert!(!of(&["n1", "192.0.2.1"], &["n1", "192.0.2.2"]));
         assert!(!of(&["192.0.2.1"], &["n1"]));
-        assert!(of(&["n1"], &[]) && !is_for(b"", &names(&["n1"])));
+        assert!(of(&["n1"], &[]) && !covers_names(b"", &names(&["n1"])));
     }
 }

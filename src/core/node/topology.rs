@@ -67,7 +67,7 @@ impl Cpus {
 
     /// The CPUs that are also in a set.
     #[must_use]
-    pub fn only(&self, set: &CpuSet) -> Cpus {
+    pub fn intersection(&self, set: &CpuSet) -> Cpus {
         let kept = self.0.iter().filter(|(id, _)| set.contains(id));
         Cpus(kept.map(|(id, cpu)| (*id, *cpu)).collect())
     }
@@ -147,7 +147,7 @@ impl Topology {
 
     /// Number of groups of a level.
     #[must_use]
-    pub fn number_of(&self, level: Level) -> usize {
+    pub fn group_count(&self, level: Level) -> usize {
         self.cpus.groups(level).len()
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Pod;
 
-use super::admit::taken;
+use super::admit::resources_of;
 use crate::core::pod::resources::{Amounts, has_host_ports, ports_clash};
 use crate::core::quantity::Quantity;
 
@@ -22,7 +22,7 @@ impl Used {
     /// Sets a pod's resources to its current requests.
     pub fn set(&mut self, uid: &str, pod: &Arc<Pod>) {
         self.remove(uid);
-        let amounts = taken(pod);
+        let amounts = resources_of(pod);
         for (name, amount) in amounts.iter().filter(|(_, amount)| !amount.is_zero()) {
             let total = self.total.entry(name.clone()).or_default();
             *total = *total + *amount;
@@ -98,7 +98,7 @@ mod tests {
                 prop_assert_eq!(&used, &fresh);
                 for own in pods.keys() {
                     let others = pods.iter().filter(|(uid, _)| *uid != own);
-                    let sum: Quantity = others.map(|(_, pod)| taken(pod)["cpu"]).sum();
+                    let sum: Quantity = others.map(|(_, pod)| resources_of(pod)["cpu"]).sum();
                     prop_assert_eq!(used.by_others(own, "cpu"), sum);
                 }
             }

@@ -435,7 +435,7 @@ impl Origins<'_> {
         let place = (reference.volume_name.clone(), path.clone());
         let text = match self.files.get(&place) {
             Some(Ok(text)) => text,
-            Some(Err(error)) => return Err(error.clone().within("couldn't parse env file")),
+            Some(Err(error)) => return Err(error.clone().context("couldn't parse env file")),
             None => {
                 return Err(Fault::later(format!(
                     "couldn't parse env file: {path} has not been read"

@@ -11,7 +11,7 @@ pub enum Depth {
     /// Memory only.
     Memory,
     /// For `/stats/summary` and `/metrics/resource`.
-    Figures,
+    Summary,
     /// For `/metrics/cadvisor`.
     All,
 }
@@ -46,7 +46,7 @@ pub struct Usage {
     /// Mapped files in bytes.
     pub mapped: u64,
     /// Active and inactive file pages in bytes.
-    pub file: (u64, u64),
+    pub file_pages: (u64, u64),
     /// Kernel memory in bytes.
     pub kernel: u64,
     /// Swap usage in bytes.
@@ -54,7 +54,7 @@ pub struct Usage {
     /// Peak memory usage in bytes.
     pub peak: u64,
     /// How often usage reached the limit.
-    pub failures: u64,
+    pub limit_hits: u64,
     /// Page faults, and major page faults.
     pub faults: (u64, u64),
     /// Memory limit in bytes; `None` if unlimited.
@@ -100,15 +100,19 @@ impl Usage {
                 *sum = sum.saturating_add(more);
             }
             // A part without a limit adds nothing to the remaining amount.
-            let left = part
+            let remaining = part
                 .limit
                 .map(|limit| limit.saturating_sub(part.working_set));
-            all.limit = sum(all.limit, left);
-            let left = part.swap_limit.map(|limit| limit.saturating_sub(part.swap));
-            all.swap_limit = sum(all.swap_limit, left);
+            all.limit = sum(all.limit, remaining);
+            let remaining = part.swap_limit.map(|limit| limit.saturating_sub(part.swap));
+            all.swap_limit = sum(all.swap_limit, remaining);
         }
-        all.limit = all.limit.map(|left| left.saturating_add(all.working_set));
-        all.swap_limit = all.swap_limit.map(|left| left.saturating_add(all.swap));
+        all.limit = all
+            .limit
+            .map(|remaining| remaining.saturating_add(all.working_set));
+        all.swap_limit = all
+            .swap_limit
+            .map(|remaining| remaining.saturating_add(all.swap));
         all
     }
 }
@@ -128,10 +132,10 @@ pub const V1: [(&str, &str, Depth); 26] = [
     ("memory", "memory.usage_in_bytes", Depth::Memory),
     ("memory", "memory.limit_in_bytes", Depth::Memory),
     ("memory", "memory.stat", Depth::Memory),
-    ("memory", "memory.memsw.limit_in_bytes", Depth::Figures),
-    ("cpuacct", "cpuacct.usage", Depth::Figures),
-    ("pids", "pids.current", Depth::Figures),
-    ("cpu", "cgroup.procs", Depth::Figures),
+    ("memory", "memory.memsw.limit_in_bytes", Depth::Summary),
+    ("cpuacct", "cpuacct.usage", Depth::Summary),
+    ("pids", "pids.current", Depth::Summary),
+    ("cpu", "cgroup.procs", Depth::Summary),
     ("cpuacct", "cpuacct.stat", Depth::All),
     ("cpu", "cpu.stat", Depth::All),
     ("cpu", "cpu.shares", Depth::All),
@@ -158,14 +162,14 @@ pub const V2: [(&str, Depth); 18] = [
     ("memory.current", Depth::Memory),
     ("memory.max", Depth::Memory),
     ("memory.stat", Depth::Memory),
-    ("cpu.stat", Depth::Figures),
-    ("memory.swap.current", Depth::Figures),
-    ("memory.swap.max", Depth::Figures),
-    ("pids.current", Depth::Figures),
-    ("cgroup.procs", Depth::Figures),
-    ("cpu.pressure", Depth::Figures),
-    ("memory.pressure", Depth::Figures),
-    ("io.pressure", Depth::Figures),
+    ("cpu.stat", Depth::Summary),
+    ("memory.swap.current", Depth::Summary),
+    ("memory.swap.max", Depth::Summary),
+    ("pids.current", Depth::Summary),
+    ("cgroup.procs", Depth::Summary),
+    ("cpu.pressure", Depth::Summary),
+    ("memory.pressure", Depth::Summary),
+    ("io.pressure", Depth::Summary),
     ("cpu.max", Depth::All),
     ("cpu.weight", Depth::All),
     ("memory.peak", Depth::All),
@@ -256,14 +260,14 @@ pub fn v1(texts: &Texts) -> Usage {
         rss: of(&memory, "total_rss"),
         cache: of(&memory, "total_cache"),
         mapped: of(&memory, "total_mapped_file"),
-        file: (
+        file_pages: (
             of(&memory, "total_active_file"),
             of(&memory, "total_inactive_file"),
         ),
         kernel: number(texts.get("memory.kmem.usage_in_bytes")).unwrap_or(0),
         swap: of(&memory, "total_swap"),
         peak: number(texts.get("memory.max_usage_in_bytes")).unwrap_or(0),
-        failures: number(texts.get("memory.failcnt")).unwrap_or(0),
+        limit_hits: number(texts.get("memory.failcnt")).unwrap_or(0),
         faults: (
             of(&memory, "total_pgfault"),
             of(&memory, "total_pgmajfault"),
@@ -314,11 +318,11 @@ pub fn v2(texts: &Texts) -> Usage {
         rss: of(&memory, "anon"),
         cache: of(&memory, "file"),
         mapped: of(&memory, "file_mapped"),
-        file: (of(&memory, "active_file"), of(&memory, "inactive_file")),
+        file_pages: (of(&memory, "active_file"), of(&memory, "inactive_file")),
         kernel: of(&memory, "kernel"),
         swap: number(texts.get("memory.swap.current")).unwrap_or(0),
         peak: number(texts.get("memory.peak")).unwrap_or(0),
-        failures: of(&events, "max"),
+        limit_hits: of(&events, "max"),
         faults: (of(&memory, "pgfault"), of(&memory, "pgmajfault")),
         limit: number(texts.get("memory.max")),
         reserved: bounded(texts.get("memory.min")).unwrap_or(0),

@@ -121,7 +121,7 @@ impl Page {
 
     /// The complete text.
     #[must_use]
-    pub fn into_text(self) -> String {
+    pub fn into_string(self) -> String {
         self.0
     }
 }
@@ -204,7 +204,7 @@ pub struct Registry {
 }
 
 /// Maximum number of label sets per family. Some label values come from clients, which must not exhaust the memory.
-const MOST: usize = 512;
+const MAX_SERIES: usize = 512;
 
 fn values(values: &[&str]) -> Values {
     values.iter().map(|v| (*v).to_owned()).collect()
@@ -217,7 +217,7 @@ impl Registry {
             .counters
             .entry(family.name)
             .or_insert_with(|| (family, BTreeMap::new()));
-        if all.len() < MOST || all.contains_key(&values(labels)) {
+        if all.len() < MAX_SERIES || all.contains_key(&values(labels)) {
             let value = all.entry(values(labels)).or_default();
             *value = value.saturating_add(by);
         }
@@ -229,7 +229,7 @@ impl Registry {
             .gauges
             .entry(family.name)
             .or_insert_with(|| (family, BTreeMap::new()));
-        if all.len() < MOST || all.contains_key(&values(labels)) {
+        if all.len() < MAX_SERIES || all.contains_key(&values(labels)) {
             let value = all.entry(values(labels)).or_default();
             *value += by;
         }
@@ -253,7 +253,7 @@ impl Registry {
             .histograms
             .entry(family.name)
             .or_insert_with(|| (family, BTreeMap::new()));
-        if all.len() < MOST || all.contains_key(&values(labels)) {
+        if all.len() < MAX_SERIES || all.contains_key(&values(labels)) {
             all.entry(values(labels))
                 .or_insert_with(|| Histogram::new(bounds))
                 .observe(value);
@@ -261,8 +261,8 @@ impl Registry {
     }
 
     /// Removes all label sets of a family with these label values.
-    pub fn forget(&mut self, family: Family, labels: Labels<'_>) {
-        let stays = |values: &Values| {
+    pub fn remove_series(&mut self, family: Family, labels: Labels<'_>) {
+        let is_kept = |values: &Values| {
             let has = |(label, value): &(&str, &str)| {
                 let at = family.labels.iter().position(|l| l == label);
                 at.and_then(|at| values.get(at)).is_some_and(|v| v == value)
@@ -270,10 +270,10 @@ impl Registry {
             !labels.iter().all(has)
         };
         if let Some((_, all)) = self.counters.get_mut(family.name) {
-            all.retain(|values, _| stays(values));
+            all.retain(|values, _| is_kept(values));
         }
         if let Some((_, all)) = self.histograms.get_mut(family.name) {
-            all.retain(|values, _| stays(values));
+            all.retain(|values, _| is_kept(values));
         }
     }
 
@@ -339,7 +339,7 @@ mod tests {
         let expected = "# HELP b_total How many.\n# TYPE b_total counter\nb_total 3\n# HELP a_seconds How long.\n# TYPE a_seconds histogram\n\
             a_seconds_bucket{of=\"x\\\"y\",le=\"0.5\"} 1\na_seconds_bucket{of=\"x\\\"y\",le=\"1\"} 2\na_seconds_bucket{of=\"x\\\"y\",le=\"+Inf\"} 3\n\
             a_seconds_sum{of=\"x\\\"y\"} 9.8\na_seconds_count{of=\"x\\\"y\"} 3\n# HELP c What.\n# TYPE c gauge\nc{l=\"v\"} 1.5 7\n";
-        assert_eq!(page.into_text(), expected);
+        assert_eq!(page.into_string(), expected);
     }
 
     #[test]
@@ -351,16 +351,16 @@ mod tests {
             labels: &["path"],
         };
         (0..10_000).for_each(|n| registry.count(family, &[&n.to_string()], 1));
-        assert_eq!(registry.counters["a_total"].1.len(), MOST);
+        assert_eq!(registry.counters["a_total"].1.len(), MAX_SERIES);
         let other = Family {
             name: "b",
             ..family
         };
-        registry.forget(other, &[("path", "7")]);
-        registry.forget(family, &[("path", "7"), ("verb", "GET")]);
-        assert_eq!(registry.counters["a_total"].1.len(), MOST);
-        registry.forget(family, &[("path", "7")]);
-        assert_eq!(registry.counters["a_total"].1.len(), MOST - 1);
+        registry.remove_series(other, &[("path", "7")]);
+        registry.remove_series(family, &[("path", "7"), ("verb", "GET")]);
+        assert_eq!(registry.counters["a_total"].1.len(), MAX_SERIES);
+        registry.remove_series(family, &[("path", "7")]);
+        assert_eq!(registry.counters["a_total"].1.len(), MAX_SERIES - 1);
     }
 
     #[test]
@@ -372,6 +372,6 @@ mod tests {
         }
         page.sample_of("n", &Common::default(), &[("a", "1")], 1e14, None);
         let lines = "n{b=\"x\\\"y\",d=\"\"} -0.5 3\nn{a=\"1\",b=\"x\\\"y\",c=\"2\",d=\"\",e=\"\\n\"} -0.5 3\nn{a=\"1\"} 100000000000000\n";
-        assert_eq!(page.into_text(), lines);
+        assert_eq!(page.into_string(), lines);
     }
 }

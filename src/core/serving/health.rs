@@ -10,22 +10,22 @@ const CHECKS: [&str; 3] = ["ping", "log", SYNC_LOOP];
 /// The check of the dispatcher, which corresponds to the kubelet's sync loop.
 const SYNC_LOOP: &str = "syncloop";
 /// Minimum age of the dispatcher's last iteration above which it counts as hanging.
-const PATIENCE: Duration = Duration::from_secs(300);
+const MIN_HANG_AGE: Duration = Duration::from_secs(300);
 
 /// Health of the agent.
 #[derive(Debug, Clone, Copy)]
 pub struct Health {
     /// Time since the dispatcher started its last iteration.
-    pub last_turn: Duration,
+    pub since_last_iteration: Duration,
     /// `syncFrequency`.
-    pub resync: Duration,
+    pub sync_frequency: Duration,
 }
 
 impl Health {
     /// Why a check fails; `None` if it passes.
     fn failure(self, check: &str) -> Option<&'static str> {
-        let hangs =
-            check == SYNC_LOOP && self.last_turn > PATIENCE.max(self.resync.saturating_mul(2));
+        let hangs = check == SYNC_LOOP
+            && self.since_last_iteration > MIN_HANG_AGE.max(self.sync_frequency.saturating_mul(2));
         hangs.then_some("sync Loop took longer than expected")
     }
 
@@ -67,9 +67,9 @@ mod tests {
 
     #[test]
     fn a_hanging_dispatcher_fails_the_health_check() {
-        let of = |last: u64, resync: u64| Health {
-            last_turn: Duration::from_secs(last),
-            resync: Duration::from_secs(resync),
+        let of = |last: u64, sync_frequency: u64| Health {
+            since_last_iteration: Duration::from_secs(last),
+            sync_frequency: Duration::from_secs(sync_frequency),
         };
         let failed =
             "[+]ping ok\n[+]log ok\n[-]syncloop failed: reason withheld\nhealthz check failed\n";
@@ -88,8 +88,12 @@ mod tests {
             (of(301, 151), "", "", 200, "ok"),
             (of(303, 151), "", "", 500, failed),
         ] {
-            let told = health.answer(check, query);
-            assert_eq!(told, (code, text.to_owned()), "{health:?} {check} {query}");
+            let response = health.answer(check, query);
+            assert_eq!(
+                response,
+                (code, text.to_owned()),
+                "{health:?} {check} {query}"
+            );
         }
     }
 }

@@ -5,15 +5,15 @@ use jiff::Timestamp;
 use super::query;
 
 /// Maximum number of services in a query.
-const SERVICES: usize = 4;
+const MAX_SERVICES: usize = 4;
 /// Maximum number of lines from the end.
-const LINES: i64 = 100_000;
+const MAX_LINES: i64 = 100_000;
 /// Maximum length of a service name.
-const NAME: usize = 256;
+const MAX_NAME_LENGTH: usize = 256;
 
 /// The logs that a query reads.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Searched {
+pub enum LogSource {
     /// A file below the log directory.
     File(String),
     /// Services of systemd.
@@ -24,7 +24,7 @@ pub enum Searched {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogQuery {
     /// The logs to read.
-    pub of: Searched,
+    pub source: LogSource,
     /// Start of the time range.
     since: Option<Timestamp>,
     /// End of the time range.
@@ -38,8 +38,11 @@ pub struct LogQuery {
 }
 
 fn is_service(name: &str) -> bool {
-    let fine = |c: char| c.is_ascii_alphanumeric() || "-_@.".contains(c);
-    !name.is_empty() && name.len() <= NAME && !name.starts_with('-') && name.chars().all(fine)
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-_@.".contains(c);
+    !name.is_empty()
+        && name.len() <= MAX_NAME_LENGTH
+        && !name.starts_with('-')
+        && name.chars().all(is_allowed)
 }
 
 impl LogQuery {
@@ -69,12 +72,12 @@ impl LogQuery {
         if !pairs.iter().any(|(key, _)| key == "query") {
             return Ok(None);
         }
-        let mut asked = all("query");
-        asked.retain(|name| !name.trim().is_empty());
-        if asked.is_empty() {
+        let mut names = all("query");
+        names.retain(|name| !name.trim().is_empty());
+        if names.is_empty() {
             return Err("query: empty: use names of services, or one file".into());
         }
-        let (files, services): (Vec<String>, Vec<String>) = asked
+        let (files, services): (Vec<String>, Vec<String>) = names
             .into_iter()
             .partition(|name| name.contains(['/', '\\']));
         if since.zip(until).is_some_and(|(since, until)| since > until) {
@@ -82,13 +85,15 @@ impl LogQuery {
         }
         let tail = last("tailLines").map(|text| {
             (
-                text.parse::<i64>().ok().filter(|n| (0..=LINES).contains(n)),
+                text.parse::<i64>()
+                    .ok()
+                    .filter(|n| (0..=MAX_LINES).contains(n)),
                 text,
             )
         });
         if let Some((None, text)) = &tail {
             wrong.push(format!(
-                "tailLines: {text:?} is invalid: use a number from 0 to {LINES}"
+                "tailLines: {text:?} is invalid: use a number from 0 to {MAX_LINES}"
             ));
         }
         let boot = last("boot").map(|text| (text.parse::<i32>().ok().filter(|n| *n <= 0), text));
@@ -98,16 +103,16 @@ impl LogQuery {
             ));
         }
         let pattern = last("pattern");
-        let narrowed = since.is_some()
+        let has_filters = since.is_some()
             || until.is_some()
             || tail.is_some()
             || boot.is_some()
             || pattern.is_some();
         match (files.len(), services.len()) {
-            (0, n) if n > SERVICES => wrong.push(format!(
-                "query: {n} services are too many: use at most {SERVICES}"
+            (0, n) if n > MAX_SERVICES => wrong.push(format!(
+                "query: {n} services are too many: use at most {MAX_SERVICES}"
             )),
-            (1, 0) if narrowed => wrong
+            (1, 0) if has_filters => wrong
                 .push("query: a file is returned unfiltered: use no other option with it".into()),
             (n, _) if n > 1 => wrong.push("query: use only one file".into()),
             (1, n) if n > 0 => wrong.push("query: use either services or one file".into()),
@@ -119,14 +124,14 @@ impl LogQuery {
         if !wrong.is_empty() {
             return Err(wrong.join("\n"));
         }
-        let of = files
+        let source = files
             .into_iter()
             .next()
-            .map_or(Searched::Services(services), |file| {
-                Searched::File(file.trim_start_matches('/').into())
+            .map_or(LogSource::Services(services), |file| {
+                LogSource::File(file.trim_start_matches('/').into())
             });
         Ok(Some(LogQuery {
-            of,
+            source,
             since,
             until,
             tail: tail.and_then(|(n, _)| n),
@@ -139,25 +144,25 @@ impl LogQuery {
     #[must_use]
     pub fn journal(&self, services: &[String]) -> Vec<String> {
         let time = |at: Timestamp| at.strftime("%Y-%m-%d %H:%M:%S").to_string();
-        let mut told: Vec<String> = ["--utc", "--no-pager", "--output=short-precise"]
+        let mut arguments: Vec<String> = ["--utc", "--no-pager", "--output=short-precise"]
             .map(Into::into)
             .into();
-        told.extend(self.since.map(|at| format!("--since={}", time(at))));
-        told.extend(self.until.map(|at| format!("--until={}", time(at))));
-        told.extend(self.tail.map(|lines| format!("--lines={lines}")));
-        told.extend(services.iter().map(|name| format!("--unit={name}")));
-        told.extend(
+        arguments.extend(self.since.map(|at| format!("--since={}", time(at))));
+        arguments.extend(self.until.map(|at| format!("--until={}", time(at))));
+        arguments.extend(self.tail.map(|lines| format!("--lines={lines}")));
+        arguments.extend(services.iter().map(|name| format!("--unit={name}")));
+        arguments.extend(
             self.pattern
                 .as_ref()
                 .map(|pattern| format!("--grep={pattern}")),
         );
-        told.extend(self.boot.map(|boot| format!("--boot={boot}")));
-        told
+        arguments.extend(self.boot.map(|boot| format!("--boot={boot}")));
+        arguments
     }
 
     /// Whether the query has options that do not apply to files.
     #[must_use]
-    pub fn is_narrowed(&self) -> bool {
+    pub fn has_filters(&self) -> bool {
         self.since.is_some()
             || self.until.is_some()
             || self.tail.is_some()
@@ -187,7 +192,7 @@ mod tests {
             "query=kubelet&query=containerd&sinceTime=2026-11-21T10:00:00Z&untilTime=2026-11-21T11:00:00%2B00:00&tailLines=5&pattern=a b&boot=-1",
         );
         let found = found.expect("fine").expect("a search");
-        let Searched::Services(services) = &found.of else {
+        let LogSource::Services(services) = &found.source else {
             panic!("services")
         };
         assert_eq!(
@@ -195,8 +200,8 @@ mod tests {
             "--since=2026-11-21 10:00:00|--until=2026-11-21 11:00:00|--lines=5|--unit=kubelet|--unit=containerd|--grep=a b|--boot=-1"
         );
         assert_eq!(
-            LogQuery::parse("query=/a/b.log").map(|q| q.map(|q| q.of)),
-            Ok(Some(Searched::File("a/b.log".into())))
+            LogQuery::parse("query=/a/b.log").map(|q| q.map(|q| q.source)),
+            Ok(Some(LogSource::File("a/b.log".into())))
         );
         for (text, field) in [
             ("query=a&sinceTime=soon", "sinceTime"),

@@ -152,19 +152,19 @@ pub struct Decoder {
     since: Option<jiff::Timestamp>,
     timestamps: bool,
     /// Remaining bytes to output; `None` if unlimited.
-    left: Option<u64>,
+    remaining_bytes: Option<u64>,
     /// Remaining lines to output; `None` if unlimited.
-    lines: Option<u64>,
+    remaining_lines: Option<u64>,
     /// Start offsets below which entries are skipped, and the file offset of `rest`.
     tail: Option<(TailStart, u64)>,
     /// Whether a line of the stream that started before `since` continues.
-    old: [bool; 2],
+    skips_line: [bool; 2],
     /// Incomplete entry at the end of the last piece.
     rest: Vec<u8>,
     /// Whether a line continues, so that its timestamp was written already.
-    within: bool,
+    in_line: bool,
     /// Whether an entry at or after `since` was found; all later entries are newer.
-    begun: bool,
+    since_reached: bool,
 }
 
 /// Maximum length of an entry; longer ones are dropped. Runtimes split lines far earlier.
@@ -195,24 +195,24 @@ impl Decoder {
         Decoder {
             since: options.since,
             timestamps: options.timestamps,
-            left: options.limit,
+            remaining_bytes: options.limit,
             // A following client also gets lines written later.
-            lines: options.tail.filter(|_| !options.follow),
+            remaining_lines: options.tail.filter(|_| !options.follow),
             ..Decoder::default()
         }
     }
 
     /// Restricts the first file to its last lines. The first piece must start at [`TailStart::offset`].
     #[must_use]
-    pub fn beginning(mut self, start: TailStart) -> Decoder {
+    pub fn starting_at(mut self, start: TailStart) -> Decoder {
         self.tail = Some((start, start.offset()));
         self
     }
 
     /// Whether the requested output is complete.
     #[must_use]
-    pub fn is_full(&self) -> bool {
-        self.left == Some(0) || self.lines == Some(0)
+    pub fn is_complete(&self) -> bool {
+        self.remaining_bytes == Some(0) || self.remaining_lines == Some(0)
     }
 
     /// Processes a piece of a file; returns the output for the client.
@@ -261,9 +261,9 @@ impl Decoder {
 
     /// Truncates the output to the remaining bytes.
     fn bounded(&mut self, mut out: Vec<u8>) -> Vec<u8> {
-        if let Some(left) = &mut self.left {
-            out.truncate(usize::try_from(*left).unwrap_or(usize::MAX));
-            *left = left.saturating_sub(out.len() as u64);
+        if let Some(remaining) = &mut self.remaining_bytes {
+            out.truncate(usize::try_from(*remaining).unwrap_or(usize::MAX));
+            *remaining = remaining.saturating_sub(out.len() as u64);
         }
         out
     }
@@ -282,34 +282,34 @@ impl Decoder {
             return;
         }
         let partial = is_partial(tags);
-        if let Some(lines) = &mut self.lines {
+        if let Some(lines) = &mut self.remaining_lines {
             if *lines == 0 {
                 return;
             }
             *lines = lines.saturating_sub(u64::from(!partial));
         }
         // The age of a line is that of its first entry.
-        if std::mem::take(&mut self.old[stream]) {
-            self.old[stream] = partial;
+        if std::mem::take(&mut self.skips_line[stream]) {
+            self.skips_line[stream] = partial;
             return;
         }
-        if let (Some(since), false) = (self.since, self.begun) {
+        if let (Some(since), false) = (self.since, self.since_reached) {
             let at = std::str::from_utf8(time)
                 .ok()
                 .and_then(|t| t.parse::<jiff::Timestamp>().ok());
             if at.is_none_or(|at| at < since) {
-                self.old[stream] = partial;
+                self.skips_line[stream] = partial;
                 return;
             }
-            self.begun = true;
+            self.since_reached = true;
         }
-        if self.timestamps && !self.within {
+        if self.timestamps && !self.in_line {
             write_time(time, out);
             out.push(b' ');
         }
         out.extend_from_slice(data);
-        self.within = partial;
-        if !self.within {
+        self.in_line = partial;
+        if !self.in_line {
             out.push(b'\n');
         }
     }
@@ -318,7 +318,7 @@ impl Decoder {
 /// The rotated files to delete before the current log is rotated, so that at most `files` files remain afterwards,
 /// including the next current one. File names sort by age.
 #[must_use]
-pub fn surplus(rotated: &[String], files: usize) -> Vec<String> {
+pub fn files_to_delete(rotated: &[String], files: usize) -> Vec<String> {
     let counts = |name: &&String| !name.ends_with(".tmp") && !is_superseded(name, rotated);
     let mut whole: Vec<String> = rotated.iter().filter(counts).cloned().collect();
     whole.sort();
@@ -339,8 +339,8 @@ pub struct Compression {
 /// and clients may not have read it completely.
 #[must_use]
 pub fn compression(rotated: &[String]) -> Compression {
-    let goes = |name: &&String| name.ends_with(".tmp") || is_superseded(name, rotated);
-    let (remove, mut whole): (Vec<&String>, Vec<&String>) = rotated.iter().partition(goes);
+    let is_removed = |name: &&String| name.ends_with(".tmp") || is_superseded(name, rotated);
+    let (remove, mut whole): (Vec<&String>, Vec<&String>) = rotated.iter().partition(is_removed);
     whole.sort();
     whole.pop();
     whole.retain(|name| !name.ends_with(".gz"));
@@ -352,8 +352,8 @@ pub fn compression(rotated: &[String]) -> Compression {
 
 /// Whether a compressed copy of a rotated file exists. A copy is renamed to its final name only when it is complete.
 fn is_superseded(name: &str, rotated: &[String]) -> bool {
-    let is_it = |other: &String| other.strip_suffix(".gz") == Some(name);
-    rotated.iter().any(is_it)
+    let is_compressed_copy = |other: &String| other.strip_suffix(".gz") == Some(name);
+    rotated.iter().any(is_compressed_copy)
 }
 
 /// Name of the symlink to a container's log in the directory for log collectors.
@@ -404,7 +404,7 @@ mod tests {
             );
             assert_eq!(
                 read(Decoder {
-                    left: Some(5),
+                    remaining_bytes: Some(5),
                     ..Decoder::default()
                 }),
                 "one\nt"
@@ -427,7 +427,7 @@ mod tests {
             // Written during the read.
             out.extend(decoder.push(line(3).as_bytes()));
             assert_eq!(out, expected.as_bytes(), "{query}");
-            assert_eq!(decoder.is_full(), full, "{query}");
+            assert_eq!(decoder.is_complete(), full, "{query}");
         }
     }
 
@@ -452,7 +452,7 @@ mod tests {
             follow: true,
             ..LogOptions::default()
         };
-        let mut decoder = Decoder::new(&options).beginning(start);
+        let mut decoder = Decoder::new(&options).starting_at(start);
         let mut out = vec![];
         let from = usize::try_from(start.offset()).expect("an offset");
         for piece in [&text[from..], more].concat().as_bytes().chunks(7) {
@@ -604,7 +604,7 @@ mod tests {
         ] {
             let rotated = names(rotated);
             let plan = compression(&rotated);
-            let found = [&surplus(&rotated, 4), &plan.remove, &plan.compress];
+            let found = [&files_to_delete(&rotated, 4), &plan.remove, &plan.compress];
             let found = found.map(|names| names.join(" "));
             assert_eq!(found, [surplus_of_4, removed, compressed], "{rotated:?}");
         }

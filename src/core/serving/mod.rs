@@ -18,7 +18,7 @@ use jiff::{SignedDuration, Timestamp};
 
 /// A pod, or a container of a pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Place {
+pub struct PodTarget {
     /// The pod's namespace.
     pub namespace: String,
     /// The pod's name.
@@ -39,15 +39,15 @@ pub enum Endpoint {
     /// `/runningpods/`.
     RunningPods,
     /// `/containerLogs/…`.
-    Logs(Place),
+    Logs(PodTarget),
     /// `/exec/…`.
-    Exec(Place),
+    Exec(PodTarget),
     /// `/attach/…`.
-    Attach(Place),
+    Attach(PodTarget),
     /// `/portForward/…`.
-    PortForward(Place),
+    PortForward(PodTarget),
     /// `/run/…`.
-    Run(Place),
+    Run(PodTarget),
     /// `/configz`.
     Config,
     /// `/stats/summary`.
@@ -57,7 +57,7 @@ pub enum Endpoint {
     /// `/logs/…`, with the path below the node's log directory.
     Files(String),
     /// `/checkpoint/…`.
-    Checkpoint(Place),
+    Checkpoint(PodTarget),
     /// `/debug/flags/v`.
     Verbosity,
     /// `/statusz`.
@@ -68,17 +68,17 @@ pub enum Endpoint {
 
 /// Result of routing a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Routed {
+pub enum Route {
     /// An endpoint.
     Found(Endpoint),
     /// The path exists, but not with this method.
-    OtherMethod,
+    MethodNotAllowed,
     /// The path does not exist.
-    Nothing,
+    NotFound,
 }
 
-fn place(parts: &[&str]) -> Option<Place> {
-    let of = |namespace: &str, pod: &str, uid: Option<&str>, container: &str| Place {
+fn parse_target(parts: &[&str]) -> Option<PodTarget> {
+    let of = |namespace: &str, pod: &str, uid: Option<&str>, container: &str| PodTarget {
         namespace: namespace.into(),
         pod: pod.into(),
         uid: uid.map(Into::into),
@@ -91,10 +91,10 @@ fn place(parts: &[&str]) -> Option<Place> {
     }
 }
 
-fn whole_pod(parts: &[&str]) -> Option<Place> {
+fn parse_pod_target(parts: &[&str]) -> Option<PodTarget> {
     match parts {
-        [namespace, pod] => place(&[namespace, pod, ""]),
-        [namespace, pod, uid] => place(&[namespace, pod, uid, ""]),
+        [namespace, pod] => parse_target(&[namespace, pod, ""]),
+        [namespace, pod, uid] => parse_target(&[namespace, pod, uid, ""]),
         _ => None,
     }
 }
@@ -107,7 +107,7 @@ fn parts(path: &str) -> impl Iterator<Item = String> + '_ {
 
 /// Finds the endpoint of a path.
 #[must_use]
-pub fn route(method: &str, path: &str) -> Routed {
+pub fn route(method: &str, path: &str) -> Route {
     let decoded: Vec<String> = parts(path).collect();
     let parts: Vec<&str> = decoded.iter().map(String::as_str).collect();
     let get = &["GET", "HEAD"][..];
@@ -120,13 +120,15 @@ pub fn route(method: &str, path: &str) -> Routed {
         ["pods"] => (Some(Endpoint::Pods), get),
         ["runningpods"] => (Some(Endpoint::RunningPods), get),
         ["containerLogs", rest @ ..] => (
-            place(rest).filter(|p| p.uid.is_none()).map(Endpoint::Logs),
+            parse_target(rest)
+                .filter(|p| p.uid.is_none())
+                .map(Endpoint::Logs),
             get,
         ),
-        ["exec", rest @ ..] => (place(rest).map(Endpoint::Exec), stream),
-        ["attach", rest @ ..] => (place(rest).map(Endpoint::Attach), stream),
-        ["portForward", rest @ ..] => (whole_pod(rest).map(Endpoint::PortForward), stream),
-        ["run", rest @ ..] => (place(rest).map(Endpoint::Run), &["POST"][..]),
+        ["exec", rest @ ..] => (parse_target(rest).map(Endpoint::Exec), stream),
+        ["attach", rest @ ..] => (parse_target(rest).map(Endpoint::Attach), stream),
+        ["portForward", rest @ ..] => (parse_pod_target(rest).map(Endpoint::PortForward), stream),
+        ["run", rest @ ..] => (parse_target(rest).map(Endpoint::Run), &["POST"][..]),
         ["configz"] => (Some(Endpoint::Config), get),
         ["stats", "summary"] => (Some(Endpoint::Stats), stream),
         ["metrics"] => (Some(Endpoint::Metrics(String::new())), get),
@@ -136,7 +138,7 @@ pub fn route(method: &str, path: &str) -> Routed {
         ] => (Some(Endpoint::Metrics((*part).into())), get),
         ["logs", rest @ ..] => (Some(Endpoint::Files(rest.join("/"))), get),
         ["checkpoint", rest @ ..] => (
-            place(rest)
+            parse_target(rest)
                 .filter(|p| p.uid.is_none())
                 .map(Endpoint::Checkpoint),
             &["POST"][..],
@@ -147,16 +149,16 @@ pub fn route(method: &str, path: &str) -> Routed {
         _ => (None, get),
     };
     match endpoint {
-        None => Routed::Nothing,
-        Some(endpoint) if methods.contains(&method) => Routed::Found(endpoint),
-        Some(_) => Routed::OtherMethod,
+        None => Route::NotFound,
+        Some(endpoint) if methods.contains(&method) => Route::Found(endpoint),
+        Some(_) => Route::MethodNotAllowed,
     }
 }
 
 /// The error of an endpoint if debugging handlers are disabled, and on the read-only port; `None` if the endpoint is
 /// served anyway.
 #[must_use]
-pub fn without_debugging(endpoint: &Endpoint) -> Option<Refused> {
+pub fn disabled_response(endpoint: &Endpoint) -> Option<Rejection> {
     match endpoint {
         Endpoint::Health(_) | Endpoint::Pods | Endpoint::Stats | Endpoint::Metrics(_) => None,
         Endpoint::Run(_)
@@ -176,7 +178,7 @@ pub fn without_debugging(endpoint: &Endpoint) -> Option<Refused> {
 
 /// Permission for a request: a verb on one of these subresources of the node.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Needs {
+pub struct RequiredPermission {
     /// The verb.
     pub verb: &'static str,
     /// The subresources, in the order in which they are checked; any one is sufficient.
@@ -185,7 +187,7 @@ pub struct Needs {
 
 /// The permission that a request needs. Unknown paths need `proxy`, which covers everything.
 #[must_use]
-pub fn needs(method: &str, path: &str) -> Needs {
+pub fn required_permission(method: &str, path: &str) -> RequiredPermission {
     let mut verb = match method {
         "POST" => "create",
         "GET" | "HEAD" => "get",
@@ -212,12 +214,12 @@ pub fn needs(method: &str, path: &str) -> Needs {
     if matches!(first, "exec" | "attach" | "run" | "portForward") {
         verb = "create";
     }
-    Needs { verb, subresources }
+    RequiredPermission { verb, subresources }
 }
 
 /// The path of a request in metrics: its first segment, for metrics the first two, or `other` for unknown paths.
 #[must_use]
-pub fn family(path: &str) -> &'static str {
+pub fn metric_path(path: &str) -> &'static str {
     const KNOWN: [&str; 19] = [
         "healthz",
         "pods",
@@ -253,13 +255,13 @@ pub fn family(path: &str) -> &'static str {
 
 /// Whether requests count as long-running. As in the kubelet, port forwarding and logs do not.
 #[must_use]
-pub fn is_long(family: &str) -> bool {
-    matches!(family, "exec" | "attach" | "debug")
+pub fn is_long_running(path: &str) -> bool {
+    matches!(path, "exec" | "attach" | "debug")
 }
 
 /// The method of a request in metrics.
 #[must_use]
-pub fn known_method(method: &str) -> &'static str {
+pub fn metric_method(method: &str) -> &'static str {
     ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
         .into_iter()
         .find(|known| *known == method)
@@ -284,11 +286,11 @@ pub struct LogOptions {
 }
 
 /// Why a request is rejected: HTTP status code and message.
-pub type Refused = (u16, String);
+pub type Rejection = (u16, String);
 
 impl LogOptions {
     /// Parses the query parameters of `PodLogOptions`.
-    pub fn parse(text: &str, now: Timestamp) -> Result<LogOptions, Refused> {
+    pub fn parse(text: &str, now: Timestamp) -> Result<LogOptions, Rejection> {
         let mut options = LogOptions::default();
         let (mut seconds, mut time) = (None, None);
         let given = |key: &str, value: &str| {
@@ -365,13 +367,13 @@ pub struct Streams {
 
 impl Streams {
     /// Parses the query parameters `input`, `output`, `error` and `tty`, each `1`.
-    pub fn parse(text: &str) -> Result<Streams, Refused> {
+    pub fn parse(text: &str) -> Result<Streams, Rejection> {
         let tty = query::pairs(text).contains(&("tty".to_owned(), "1".to_owned()));
         Streams::with_tty(text, tty)
     }
 
     /// Parses the query parameters for a session with or without a terminal. With a terminal, stderr is part of stdout.
-    pub fn with_tty(text: &str, tty: bool) -> Result<Streams, Refused> {
+    pub fn with_tty(text: &str, tty: bool) -> Result<Streams, Rejection> {
         let pairs = query::pairs(text);
         let has = |name: &str| pairs.iter().any(|(key, value)| key == name && value == "1");
         let streams = Streams {
@@ -396,13 +398,13 @@ mod tests {
 
     #[test]
     fn every_path_has_its_route_and_its_required_permission() {
-        let place = |uid: Option<&str>, container: &str| Place {
+        let place = |uid: Option<&str>, container: &str| PodTarget {
             namespace: "n".into(),
             pod: "p".into(),
             uid: uid.map(Into::into),
             container: container.into(),
         };
-        let found = Routed::Found;
+        let found = Route::Found;
         for (method, path, expected, verb, subresources) in [
             (
                 "GET",
@@ -432,7 +434,7 @@ mod tests {
                 "get",
                 &["pods", "proxy"],
             ),
-            ("GET", "/podsx", Routed::Nothing, "get", &["proxy"]),
+            ("GET", "/podsx", Route::NotFound, "get", &["proxy"]),
             (
                 "GET",
                 "/runningpods/",
@@ -450,7 +452,7 @@ mod tests {
             (
                 "GET",
                 "/containerLogs/n/p",
-                Routed::Nothing,
+                Route::NotFound,
                 "get",
                 &["proxy"],
             ),
@@ -492,7 +494,7 @@ mod tests {
             (
                 "GET",
                 "/run/n/p/c",
-                Routed::OtherMethod,
+                Route::MethodNotAllowed,
                 "create",
                 &["proxy"],
             ),
@@ -527,7 +529,7 @@ mod tests {
             (
                 "GET",
                 "/metrics/other",
-                Routed::Nothing,
+                Route::NotFound,
                 "get",
                 &["metrics"],
             ),
@@ -541,7 +543,7 @@ mod tests {
             (
                 "DELETE",
                 "/pods",
-                Routed::OtherMethod,
+                Route::MethodNotAllowed,
                 "delete",
                 &["pods", "proxy"],
             ),
@@ -559,13 +561,13 @@ mod tests {
                 "get",
                 &["configz", "proxy"],
             ),
-            ("GET", "/", Routed::Nothing, "get", &["proxy"]),
-            ("BREW", "/coffee", Routed::Nothing, "", &["proxy"]),
+            ("GET", "/", Route::NotFound, "get", &["proxy"]),
+            ("BREW", "/coffee", Route::NotFound, "", &["proxy"]),
         ] {
             assert_eq!(route(method, path), expected, "{method} {path}");
             assert_eq!(
-                needs(method, path),
-                Needs { verb, subresources },
+                required_permission(method, path),
+                RequiredPermission { verb, subresources },
                 "{method} {path}"
             );
         }
@@ -579,12 +581,16 @@ mod tests {
             ("/metric%73", "/metrics"),
         ] {
             assert_eq!(route("GET", path), route("GET", plain), "{path}");
-            assert_eq!(needs("GET", path), needs("GET", plain), "{path}");
-            assert_eq!(family(path), family(plain), "{path}");
+            assert_eq!(
+                required_permission("GET", path),
+                required_permission("GET", plain),
+                "{path}"
+            );
+            assert_eq!(metric_path(path), metric_path(plain), "{path}");
         }
-        assert_eq!(needs("GET", "/%65xec/n/p/c").verb, "create");
+        assert_eq!(required_permission("GET", "/%65xec/n/p/c").verb, "create");
         // An empty first segment is not routed.
-        assert_eq!(route("GET", "//exec/n/p/c"), Routed::Nothing);
+        assert_eq!(route("GET", "//exec/n/p/c"), Route::NotFound);
     }
 
     #[test]
@@ -602,8 +608,8 @@ mod tests {
             ("/metrics/secret", "other", false),
             ("/coffee", "other", false),
         ] {
-            assert_eq!(family(path), shown, "{path}");
-            assert_eq!(is_long(shown), long, "{path}");
+            assert_eq!(metric_path(path), shown, "{path}");
+            assert_eq!(is_long_running(shown), long, "{path}");
         }
     }
 
@@ -627,10 +633,10 @@ mod tests {
             ("GET", "/statusz", Some(404)),
             ("GET", "/flagz", Some(404)),
         ] {
-            let Routed::Found(endpoint) = route(method, path) else {
+            let Route::Found(endpoint) = route(method, path) else {
                 panic!("{path} has no route");
             };
-            let answer = without_debugging(&endpoint);
+            let answer = disabled_response(&endpoint);
             assert_eq!(answer.map(|(code, _)| code), code, "{path}");
         }
     }

@@ -4,7 +4,7 @@
 
 /// Waiting time of tasks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Waited {
+pub struct StallTime {
     /// Percentage of the last 10, 60 and 300 seconds.
     pub averages: [f64; 3],
     /// Total in microseconds.
@@ -15,9 +15,9 @@ pub struct Waited {
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Pressure {
     /// Time in which at least one task waited.
-    pub some: Waited,
+    pub some: StallTime,
     /// Time in which all non-idle tasks waited at once.
-    pub full: Waited,
+    pub full: StallTime,
 }
 
 /// Pressure by resource; `None` if the kernel does not report it.
@@ -43,7 +43,7 @@ pub fn read(text: &str) -> Option<Pressure> {
                 .find_map(|(k, v)| (k == key).then_some(v))
         };
         let average = |key: &str| of(key)?.parse().ok();
-        Some(Waited {
+        Some(StallTime {
             averages: [average("avg10")?, average("avg60")?, average("avg300")?],
             total: of("total")?.parse().ok()?,
         })
@@ -60,11 +60,11 @@ mod tests {
 
     #[test]
     fn pressure_files_of_old_and_new_kernels_are_parsed() {
-        let some = Waited {
+        let some = StallTime {
             averages: [91.26, 80.86, 59.3],
             total: 446_294_323,
         };
-        let full = Waited {
+        let full = StallTime {
             averages: [0.01, 0.28, 0.72],
             total: 65_170_115,
         };
@@ -76,7 +76,7 @@ mod tests {
                 first.to_owned(),
                 Some(Pressure {
                     some,
-                    full: Waited::default(),
+                    full: StallTime::default(),
                 }),
             ),
             (second.to_owned(), None),

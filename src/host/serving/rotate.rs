@@ -133,7 +133,7 @@ impl LogDir {
                 format!("{new} already exists: the log was rotated within the same second"),
             ));
         }
-        for name in logs::surplus(&before, files) {
+        for name in logs::files_to_delete(&before, files) {
             self.0.remove_file(&name)?;
         }
         self.0.rename(log, &new)?;

@@ -26,9 +26,9 @@ use crate::agent::image::collect;
 use crate::agent::pod::dead_containers;
 use crate::agent::{Context, Kind};
 use crate::core::node::eviction::{
-    Amount, Assessment, Candidate, Ending, Observations, PodFigures, Pressure, Pressures, Resource,
-    Settings, Threshold, Watch, annotations, explain, grace, message, next_look, notice_after,
-    rank,
+    Amount, Assessment, Candidate, Observations, PodFigures, Pressure, Pressures, Resource,
+    Settings, TerminatingPods, Threshold, Watch, annotations, explain, grace,
+    growth_until_threshold, message, next_measurement, rank,
 };
 use crate::core::node::ledger::Eviction;
 use crate::core::pod;
@@ -78,7 +78,7 @@ struct Manager {
     /// The origin of this task's times.
     epoch: Instant,
     source: Source,
-    ending: Ending,
+    ending: TerminatingPods,
     /// The resource and time of the last event `EvictionThresholdMet`.
     last_event: Option<(Resource, Instant)>,
 }
@@ -152,7 +152,7 @@ impl Manager {
             settings,
             watch: Watch::default(),
             epoch: Instant::now(),
-            ending: Ending::default(),
+            ending: TerminatingPods::default(),
             last_event: None,
         })
     }
@@ -182,9 +182,9 @@ impl Manager {
             .assess(&self.settings, &measured.left, self.epoch.elapsed());
         self.publish(&found, &measured.left);
         self.register_notifications(&measured.left);
-        let mut rest = found.again.unwrap_or(PERIOD).min(PERIOD);
+        let mut rest = found.recheck_after.unwrap_or(PERIOD).min(PERIOD);
         let mut tried = BTreeSet::new();
-        for threshold in &found.driving {
+        for threshold in &found.active {
             let signal = threshold.signal;
             let Some(amount) = measured.left.get(&signal) else {
                 continue;
@@ -234,7 +234,7 @@ impl Manager {
             return;
         };
         let thresholds = &self.settings.thresholds;
-        let (machine, pods) = notice_after(thresholds, left);
+        let (machine, pods) = growth_until_threshold(thresholds, left);
         let of_pods = self.context.host.cgroup_of_all();
         let cgroups: Vec<(&str, u64)> = machine
             .map(|bytes| ("/", bytes))
@@ -280,7 +280,7 @@ impl Manager {
         let memory = measure::memory(self.context.host.cgroup_of_all()).await;
         let cpus = self.context.machine.cpus;
         let is_met = self.watch.is_newly_met(&self.settings, &memory);
-        (!is_met).then(|| next_look(&self.settings.thresholds, &memory, cpus))
+        (!is_met).then(|| next_measurement(&self.settings.thresholds, &memory, cpus))
     }
 
     /// Whether an evicted pod has terminated and released its resources.
@@ -290,7 +290,7 @@ impl Manager {
         }
         let pods = self.context.ledger.pods().await;
         let here: BTreeSet<&str> = pods.iter().map(|p| pod::uid(p)).collect();
-        let ended = self.ending.forget(|uid| here.contains(uid));
+        let ended = self.ending.remove_finished(|uid| here.contains(uid));
         for (uid, evicted_at) in &ended {
             let took = self.epoch.elapsed().saturating_sub(*evicted_at);
             tracing::info!(uid, ?took, "the evicted pod has terminated");
@@ -309,7 +309,7 @@ impl Manager {
         for pod in self.context.ledger.pods().await {
             let grace = grace(&self.settings, threshold, &pod);
             let uid = pod::uid(&pod);
-            if !self.ending.is_later(pressure, uid, now, grace) {
+            if !self.ending.would_end_sooner(pressure, uid, now, grace) {
                 continue;
             }
             let victim = Candidate {
@@ -320,7 +320,7 @@ impl Manager {
             let name = threshold.signal.name();
             let eviction = Eviction::under_pressure(uid, name, text, grace);
             if self.context.ledger.terminate(uid, eviction.verdict).await {
-                self.ending.told(pressure, uid, now, grace);
+                self.ending.record_eviction(pressure, uid, now, grace);
                 tracing::warn!(
                     pod = pod::full_name(&pod),
                     grace,
@@ -406,7 +406,7 @@ impl Manager {
             }
         }
         self.ending
-            .told(signal.pressure(), uid, self.epoch.elapsed(), grace);
+            .record_eviction(signal.pressure(), uid, self.epoch.elapsed(), grace);
         let age = observed.elapsed();
         if is_evicted {
             context.metrics.eviction_decided(signal.name(), age);

@@ -88,10 +88,10 @@ async fn in_cgroups(context: &Context, pods: Vec<(Arc<Pod>, Option<Known>)>) -> 
     let places: Vec<Place> = pods.into_iter().map(place).collect();
     let read = |(pod, cgroup, containers): Place| {
         let usage = match &cgroup {
-            Some(cgroup) => meter::cgroup(cgroup, Depth::Figures)?,
+            Some(cgroup) => meter::cgroup(cgroup, Depth::Summary)?,
             None => {
                 let parts = containers.iter();
-                let parts = parts.filter_map(|(_, c)| meter::cgroup(c, Depth::Figures));
+                let parts = parts.filter_map(|(_, c)| meter::cgroup(c, Depth::Summary));
                 Usage::total(&parts.collect::<Vec<_>>())
             }
         };

@@ -144,7 +144,7 @@ impl Job {
 
     /// Emits a warning, and returns the fault with `what` prepended.
     fn emit_warning(&self, reason: &str, what: &str, fault: impl Into<Fault>) -> Fault {
-        let fault = fault.into().within(what);
+        let fault = fault.into().context(what);
         self.emit_event(Kind::Warning, reason, &fault.message);
         fault
     }

@@ -25,7 +25,7 @@ impl Job {
         let read = async {
             let observed = context.runtime.observe(pod::uid(&self.pod)).await;
             observed
-                .map_err(|e| Fault::from(e).within("cannot read the pod's state from the runtime"))
+                .map_err(|e| Fault::from(e).context("cannot read the pod's state from the runtime"))
         };
         let mut observed = self
             .log()

@@ -56,13 +56,13 @@ impl Job {
         let observed = runtime
             .observe(pod::uid(&self.pod))
             .await
-            .map_err(|e| Fault::from(e).within("cannot read the pod's state from the runtime"))?;
+            .map_err(|e| Fault::from(e).context("cannot read the pod's state from the runtime"))?;
         let removals = observed
             .sandboxes
             .iter()
             .map(|s| runtime.remove_sandbox(&s.id));
         for removed in futures::future::join_all(removals).await {
-            removed.map_err(|e| Fault::from(e).within("the sandbox cannot be removed"))?;
+            removed.map_err(|e| Fault::from(e).context("the sandbox cannot be removed"))?;
         }
         let orphans = observed
             .containers
@@ -71,7 +71,7 @@ impl Job {
         for container in orphans {
             let removed = runtime.remove_container(&container.id).await;
             removed.map_err(|e| {
-                Fault::from(e).within(&format!("container {} cannot be removed", container.name))
+                Fault::from(e).context(&format!("container {} cannot be removed", container.name))
             })?;
         }
         Ok(())

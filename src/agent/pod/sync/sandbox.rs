@@ -125,7 +125,7 @@ impl Job {
             }
             Err(error) => {
                 let fault =
-                    Fault::from(error).within(&format!("the sandbox {id} cannot be stopped"));
+                    Fault::from(error).context(&format!("the sandbox {id} cannot be stopped"));
                 self.log()
                     .end(Step::StopSandbox, "", Progress::Failed(fault.to_string()));
                 self.emit_event(

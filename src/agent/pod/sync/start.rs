@@ -279,7 +279,7 @@ async fn create_container(
         let removed = s.context.runtime.remove_container(old).await;
         removed.map_err(|e| {
             failed(
-                Fault::from(e).within("an earlier instance that never started cannot be removed"),
+                Fault::from(e).context("an earlier instance that never started cannot be removed"),
             )
         })?;
     }

@@ -138,7 +138,7 @@ impl Job {
         let stop = async {
             let stopped = self.context().runtime.stop_container(&kill.id, grace).await;
             stopped.map_err(|e| {
-                Fault::from(e).within(&format!("container {} cannot be stopped", kill.name))
+                Fault::from(e).context(&format!("container {} cannot be stopped", kill.name))
             })
         };
         match self.log().step(Step::Stop, &kill.name, stop).await {
@@ -173,7 +173,7 @@ impl Job {
         for kill in kills {
             let removed = self.context().runtime.remove_container(&kill.id).await;
             removed.map_err(|e| {
-                Fault::from(e).within(&format!(
+                Fault::from(e).context(&format!(
                     "container {} cannot be removed before the restart of all containers",
                     kill.name
                 ))

@@ -164,7 +164,7 @@ pub(super) const MEMORY: [Family; 12] = [
         "container_memory_failcnt",
         "counter",
         "Number of memory usage hits limits",
-        |s| Some(s.usage.failures as f64),
+        |s| Some(s.usage.limit_hits as f64),
     ),
     (
         "container_memory_usage_bytes",
@@ -188,13 +188,13 @@ pub(super) const MEMORY: [Family; 12] = [
         "container_memory_total_active_file_bytes",
         "gauge",
         "Current total active file in bytes.",
-        |s| Some(s.usage.file.0 as f64),
+        |s| Some(s.usage.file_pages.0 as f64),
     ),
     (
         "container_memory_total_inactive_file_bytes",
         "gauge",
         "Current total inactive file in bytes.",
-        |s| Some(s.usage.file.1 as f64),
+        |s| Some(s.usage.file_pages.1 as f64),
     ),
     (
         "container_oom_events_total",

@@ -135,7 +135,7 @@ fn without_pod_cgroups_containers_are_shown_and_the_machine_once() {
     });
     snapshot.pods[0].cgroup = None;
     snapshot.pods[0].sandbox.cgroup = None;
-    let page = containers(&snapshot, true, "pause:3").into_text();
+    let page = containers(&snapshot, true, "pause:3").into_string();
     let all = series(&page);
     assert_eq!(all.len(), all.iter().collect::<BTreeSet<_>>().len());
     let of = |part: &str| all.iter().filter(|s| s.contains(part)).count();
@@ -150,7 +150,7 @@ fn without_pod_cgroups_containers_are_shown_and_the_machine_once() {
 
 #[test]
 fn series_are_unique_and_families_are_contiguous() {
-    let page = containers(&snapshot(3), true, "pause:3").into_text();
+    let page = containers(&snapshot(3), true, "pause:3").into_string();
     let all = series(&page);
     let once: BTreeSet<&str> = all.iter().copied().collect();
     assert_eq!(all.len(), once.len());
@@ -168,7 +168,7 @@ fn series_are_unique_and_families_are_contiguous() {
 
 #[test]
 fn samples_equal_those_of_a_kubelet() {
-    let page = containers(&snapshot(1), true, "pause:3").into_text();
+    let page = containers(&snapshot(1), true, "pause:3").into_string();
     let cgroup = "/kubepods.slice/kubepods-burstable.slice/pod0b7c3f0e_00000.slice";
     let (sandbox, id) = (format!("{:064x}", 0), format!("{:064x}", 1000));
     let of = |container: &str, id: &str, image: &str, name: &str| {
@@ -221,7 +221,7 @@ fn the_page_grows_linearly_with_the_pods() {
         let snapshot = snapshot(pods);
         let clock = nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID;
         let before = clock.now().unwrap();
-        let text = containers(&snapshot, true, "pause:3").into_text();
+        let text = containers(&snapshot, true, "pause:3").into_string();
         let cost = std::time::Duration::from(clock.now().unwrap() - before);
         let samples = series(&text).len();
         println!(

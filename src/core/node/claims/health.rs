@@ -13,14 +13,14 @@ use crate::core::pod::status::devices::{DeviceHealth, Health, OfContainer, OfPod
 
 /// How long a driver's report is valid by default, as in the kubelet. For the same time after the start of the agent,
 /// the health in existing pod statuses is kept.
-pub const HOLDS: Duration = Duration::from_secs(30);
+pub const DEFAULT_VALIDITY: Duration = Duration::from_secs(30);
 /// Maximum length of a driver's message in characters, as in the kubelet.
-const MESSAGE: usize = 1024;
-const CUT: &str = "...";
+const MAX_MESSAGE_CHARS: usize = 1024;
+const ELLIPSIS: &str = "...";
 
 /// A driver's report about a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Said {
+pub struct DeviceReport {
     /// The pool of the device.
     pub pool: String,
     /// The device's name in the pool.
@@ -29,30 +29,32 @@ pub struct Said {
     pub health: Health,
     /// The driver's message; may be empty.
     pub message: String,
-    /// How many seconds the report is valid; values below one mean [`HOLDS`].
+    /// How many seconds the report is valid; values below one mean [`DEFAULT_VALIDITY`].
     pub seconds: i64,
 }
 
-impl Said {
-    fn holds(&self) -> Duration {
+impl DeviceReport {
+    fn validity(&self) -> Duration {
         let own = u64::try_from(self.seconds)
             .ok()
             .filter(|seconds| *seconds > 0);
-        own.map_or(HOLDS, Duration::from_secs)
+        own.map_or(DEFAULT_VALIDITY, Duration::from_secs)
     }
 }
 
-fn shortened(message: String) -> Option<String> {
-    if message.chars().count() <= MESSAGE {
+fn truncate_message(message: String) -> Option<String> {
+    if message.chars().count() <= MAX_MESSAGE_CHARS {
         return Some(message).filter(|m| !m.is_empty());
     }
-    let kept = message.chars().take(MESSAGE.saturating_sub(CUT.len()));
-    Some(kept.chain(CUT.chars()).collect())
+    let kept = message
+        .chars()
+        .take(MAX_MESSAGE_CHARS.saturating_sub(ELLIPSIS.len()));
+    Some(kept.chain(ELLIPSIS.chars()).collect())
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Known {
-    is: DeviceHealth,
+    health: DeviceHealth,
     until: Duration,
 }
 
@@ -62,22 +64,22 @@ pub struct DriversHealth(BTreeMap<String, BTreeMap<(String, String), Known>>);
 
 impl DriversHealth {
     /// Records a driver's report. Devices that the report does not list keep their previous health until that expires.
-    pub fn said(&mut self, driver: &str, devices: Vec<Said>, now: Duration) {
+    pub fn record(&mut self, driver: &str, devices: Vec<DeviceReport>, now: Duration) {
         let known = self.0.entry(driver.to_owned()).or_default();
         known.retain(|_, known| known.until > now);
-        for said in devices {
-            let until = now.saturating_add(said.holds());
-            let is = DeviceHealth {
-                health: said.health,
-                message: shortened(said.message),
+        for report in devices {
+            let until = now.saturating_add(report.validity());
+            let health = DeviceHealth {
+                health: report.health,
+                message: truncate_message(report.message),
             };
-            known.insert((said.pool, said.device), Known { is, until });
+            known.insert((report.pool, report.device), Known { health, until });
         }
     }
 
     fn of(&self, driver: &str, device: &Device, now: Duration) -> DeviceHealth {
         let Some(known) = self.0.get(driver) else {
-            let early = now < HOLDS;
+            let early = now < DEFAULT_VALIDITY;
             return if early {
                 Health::NotReported
             } else {
@@ -87,14 +89,14 @@ impl DriversHealth {
         };
         let known = known.get(&(device.pool_name.clone(), device.device_name.clone()));
         let known = known.filter(|known| known.until > now);
-        known.map_or_else(|| Health::Unknown.into(), |known| known.is.clone())
+        known.map_or_else(|| Health::Unknown.into(), |known| known.health.clone())
     }
 
     /// When the next report expires.
     #[must_use]
     pub fn next_expiry(&self, now: Duration) -> Option<Duration> {
-        let said = self.0.values().flat_map(BTreeMap::values);
-        let ends = said.map(|known| known.until).chain([HOLDS]);
+        let report = self.0.values().flat_map(BTreeMap::values);
+        let ends = report.map(|known| known.until).chain([DEFAULT_VALIDITY]);
         ends.filter(|until| *until > now).min()
     }
 }

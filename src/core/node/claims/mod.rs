@@ -107,7 +107,7 @@ pub enum ClaimError {
 
 /// Identity of a claim, as in requests to drivers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Named {
+pub struct ClaimId {
     /// The claim's namespace.
     pub namespace: String,
     /// The claim's name.
@@ -127,23 +127,24 @@ pub struct Reference {
 
 /// A claim that a pod may use, and the drivers of its devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Wanted {
+pub struct AllocatedClaim {
     /// The claim.
-    pub claim: Named,
+    pub claim: ClaimId,
     /// The drivers.
     pub drivers: BTreeSet<String>,
 }
 
 /// The claims to send to each driver, without duplicates.
-pub type Batches = BTreeMap<String, Vec<Named>>;
+pub type Batches = BTreeMap<String, Vec<ClaimId>>;
 
 /// Result of starting to prepare or unprepare claims.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Begun {
+pub enum Started {
     /// Another operation on one of the claims is in progress. Nothing was changed; retry when that operation completes.
     Busy,
-    /// Call the drivers with these claims, which stay busy until [`Claims::prepared`] or [`Claims::given_back`].
-    Ask(Batches),
+    /// Call the drivers with these claims, which stay busy until [`Claims::record_prepared`] or
+    /// [`Claims::record_unprepared`].
+    Call(Batches),
 }
 
 /// Whether a pod has claims that must be prepared and unprepared.
@@ -175,15 +176,15 @@ fn resolve(pod: &Pod, entry: &str) -> Result<Option<Reference>, ClaimError> {
             entry: entry.to_owned(),
         });
     }
-    let made = pod.status.as_ref();
-    let made = made.and_then(|s| s.resource_claim_statuses.as_ref());
-    let made = made.into_iter().flatten().find(|s| s.name == entry);
-    let made = made.ok_or_else(|| ClaimError::NotCreated(full_name(pod)))?;
+    let created = pod.status.as_ref();
+    let created = created.and_then(|s| s.resource_claim_statuses.as_ref());
+    let created = created.into_iter().flatten().find(|s| s.name == entry);
+    let created = created.ok_or_else(|| ClaimError::NotCreated(full_name(pod)))?;
     let own = |name: &String| Reference {
         name: name.clone(),
         own: true,
     };
-    Ok(made.resource_claim_name.as_ref().map(own))
+    Ok(created.resource_claim_name.as_ref().map(own))
 }
 
 /// The claims that a pod refers to, without duplicates. `pod` must include its status.
@@ -209,11 +210,11 @@ pub fn references(pod: &Pod) -> Result<Vec<Reference>, ClaimError> {
 /// # Errors
 ///
 /// The claim belongs to another pod, is not reserved for this one, or is not allocated.
-pub fn checked(
+pub fn check_claim(
     pod: &Pod,
     reference: &Reference,
     claim: &ResourceClaim,
-) -> Result<Wanted, ClaimError> {
+) -> Result<AllocatedClaim, ClaimError> {
     let (uid, name) = (pod::uid(pod), meta::name(claim));
     let mut owners = claim.metadata.owner_references.iter().flatten();
     if reference.own && !owners.any(|o| o.controller == Some(true) && o.uid == uid) {
@@ -236,8 +237,8 @@ pub fn checked(
     let allocation = allocation.ok_or_else(|| ClaimError::NotAllocated(name.to_owned()))?;
     let results = allocation.devices.as_ref().and_then(|d| d.results.as_ref());
     let drivers = results.into_iter().flatten().map(|r| r.driver.clone());
-    Ok(Wanted {
-        claim: Named {
+    Ok(AllocatedClaim {
+        claim: ClaimId {
             namespace: meta::namespace(pod).to_owned(),
             name: name.to_owned(),
             uid: meta::uid(claim).to_owned(),
@@ -251,14 +252,14 @@ pub fn checked(
 /// # Errors
 ///
 /// The driver failed for a claim, skipped one, or returned a result for an unknown one.
-pub fn judge<T>(
+pub fn check_response<T>(
     call: &'static str,
-    asked: &[Named],
+    requested: &[ClaimId],
     answers: BTreeMap<String, Result<T, String>>,
-) -> Result<Vec<(Named, T)>, ClaimError> {
-    let mut judged = vec![];
+) -> Result<Vec<(ClaimId, T)>, ClaimError> {
+    let mut results = vec![];
     for (uid, answer) in answers {
-        let Some(claim) = asked.iter().find(|claim| claim.uid == uid) else {
+        let Some(claim) = requested.iter().find(|claim| claim.uid == uid) else {
             return Err(ClaimError::Unknown { call, uid });
         };
         let answer = answer.map_err(|error| ClaimError::Refused {
@@ -266,10 +267,10 @@ pub fn judge<T>(
             claim: claim.name.clone(),
             error,
         })?;
-        judged.push((claim.clone(), answer));
+        results.push((claim.clone(), answer));
     }
-    match asked.len().saturating_sub(judged.len()) {
-        0 => Ok(judged),
+    match requested.len().saturating_sub(results.len()) {
+        0 => Ok(results),
         count => Err(ClaimError::Skipped { call, count }),
     }
 }
@@ -311,14 +312,14 @@ impl Claim {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Claims(BTreeMap<(String, String), Claim>);
 
-fn key(claim: &Named) -> (String, String) {
+fn key(claim: &ClaimId) -> (String, String) {
     (claim.namespace.clone(), claim.name.clone())
 }
 
 impl Claims {
-    fn named(&self, (namespace, name): &(String, String)) -> Option<Named> {
+    fn claim_id(&self, (namespace, name): &(String, String)) -> Option<ClaimId> {
         let claim = self.0.get(&(namespace.clone(), name.clone()))?;
-        Some(Named {
+        Some(ClaimId {
             namespace: namespace.clone(),
             name: name.clone(),
             uid: claim.uid.clone(),
@@ -331,8 +332,8 @@ impl Claims {
     /// # Errors
     ///
     /// An older claim of the same name still exists.
-    pub fn prepare(&mut self, pod: &str, wanted: &[Wanted]) -> Result<Begun, ClaimError> {
-        for Wanted { claim, .. } in wanted {
+    pub fn prepare(&mut self, pod: &str, wanted: &[AllocatedClaim]) -> Result<Started, ClaimError> {
+        for AllocatedClaim { claim, .. } in wanted {
             match self.0.get(&key(claim)) {
                 Some(known) if known.uid != claim.uid => {
                     return Err(ClaimError::Replaced {
@@ -340,12 +341,12 @@ impl Claims {
                         uid: known.uid.clone(),
                     });
                 }
-                Some(known) if known.busy => return Ok(Begun::Busy),
+                Some(known) if known.busy => return Ok(Started::Busy),
                 _ => {}
             }
         }
         let mut batches = Batches::new();
-        for Wanted { claim, drivers } in wanted {
+        for AllocatedClaim { claim, drivers } in wanted {
             let known = self.0.entry(key(claim)).or_default();
             known.uid.clone_from(&claim.uid);
             known.pods.insert(pod.to_owned());
@@ -364,25 +365,25 @@ impl Claims {
             known.prepared = known.drivers.is_empty();
             known.busy = !known.prepared;
         }
-        Ok(Begun::Ask(batches))
+        Ok(Started::Call(batches))
     }
 
     /// Records the results of prepare calls; `done` has the devices from each driver that succeeded. A claim is
     /// prepared when all its drivers have succeeded. The next attempt calls the other drivers again, and all are called
     /// to unprepare the claim when the pod terminates.
-    pub fn prepared(
+    pub fn record_prepared(
         &mut self,
-        asked: &Batches,
-        done: &BTreeMap<String, Vec<(Named, Vec<Device>)>>,
+        requested: &Batches,
+        done: &BTreeMap<String, Vec<(ClaimId, Vec<Device>)>>,
     ) {
-        for claim in asked.values().flatten() {
+        for claim in requested.values().flatten() {
             let Some(known) = self.0.get_mut(&key(claim)) else {
                 continue;
             };
             let mut open = false;
             for (driver, devices) in &mut known.drivers {
                 let answers = done.get(driver).into_iter().flatten();
-                match answers.into_iter().find(|(named, _)| named == claim) {
+                match answers.into_iter().find(|(claim_id, _)| claim_id == claim) {
                     Some((_, prepared)) => devices.clone_from(prepared),
                     None => open = true,
                 }
@@ -392,13 +393,13 @@ impl Claims {
     }
 
     /// Starts to unprepare the claims of a terminated pod that no other pod uses, and returns the driver calls.
-    pub fn give_back(&mut self, pod: &str) -> Begun {
+    pub fn begin_unprepare(&mut self, pod: &str) -> Started {
         let own = |claim: &Claim| claim.pods.contains(pod);
         if self.0.values().any(|claim| own(claim) && claim.busy) {
-            return Begun::Busy;
+            return Started::Busy;
         }
         let mut batches = Batches::new();
-        let mut nobodys = vec![];
+        let mut unused = vec![];
         for (at, claim) in &mut self.0 {
             if !own(claim) {
                 continue;
@@ -408,27 +409,27 @@ impl Claims {
                 continue;
             }
             if claim.drivers.is_empty() {
-                nobodys.push(at.clone());
+                unused.push(at.clone());
                 continue;
             }
             claim.busy = true;
             for driver in claim.drivers.keys() {
                 let batch = batches.entry(driver.clone()).or_default();
-                batch.push(Named {
+                batch.push(ClaimId {
                     namespace: at.0.clone(),
                     name: at.1.clone(),
                     uid: claim.uid.clone(),
                 });
             }
         }
-        self.0.retain(|at, _| !nobodys.contains(at));
-        Begun::Ask(batches)
+        self.0.retain(|at, _| !unused.contains(at));
+        Started::Call(batches)
     }
 
     /// Records the results of unprepare calls. If all succeeded (`done`), the claims are removed; otherwise the next
     /// attempt repeats the calls.
-    pub fn given_back(&mut self, asked: &Batches, done: bool) {
-        for claim in asked.values().flatten() {
+    pub fn record_unprepared(&mut self, requested: &Batches, done: bool) {
+        for claim in requested.values().flatten() {
             if done {
                 self.0.remove(&key(claim));
             } else if let Some(known) = self.0.get_mut(&key(claim)) {
@@ -521,22 +522,22 @@ impl Claims {
 
     /// The claims that a container refers to, with their devices by driver. Unprepared claims are omitted.
     #[must_use]
-    pub fn held(
+    pub fn claims_of_container(
         &self,
         pod: &Pod,
         container: &Container,
-    ) -> Vec<(Named, &BTreeMap<String, Vec<Device>>)> {
+    ) -> Vec<(ClaimId, &BTreeMap<String, Vec<Device>>)> {
         let mut names: Vec<String> = vec![];
         for (name, _) in Self::of_container(pod, container).unwrap_or_default() {
             if !names.contains(&name) {
                 names.push(name);
             }
         }
-        let held = names.into_iter().filter_map(|name| {
+        let claims = names.into_iter().filter_map(|name| {
             let claim = self.get(pod, &name).ok()?;
-            let named = self.named(&(meta::namespace(pod).to_owned(), name))?;
-            Some((named, &claim.drivers))
+            let claim_id = self.claim_id(&(meta::namespace(pod).to_owned(), name))?;
+            Some((claim_id, &claim.drivers))
         });
-        held.collect()
+        claims.collect()
     }
 }

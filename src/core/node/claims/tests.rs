@@ -3,7 +3,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::health::{DriversHealth, HOLDS, Said};
+use super::health::{DEFAULT_VALIDITY, DeviceReport, DriversHealth};
 use super::*;
 use crate::core::pod::status::devices::{DeviceHealth, Health};
 
@@ -35,9 +35,9 @@ fn claim(status: Value) -> ResourceClaim {
     serde_json::from_value(claim).expect("a claim")
 }
 
-fn wanted(name: &str, uid: &str, drivers: &[&str]) -> Wanted {
-    Wanted {
-        claim: Named {
+fn wanted(name: &str, uid: &str, drivers: &[&str]) -> AllocatedClaim {
+    AllocatedClaim {
+        claim: ClaimId {
             namespace: "n".into(),
             name: name.into(),
             uid: uid.into(),
@@ -47,30 +47,38 @@ fn wanted(name: &str, uid: &str, drivers: &[&str]) -> Wanted {
 }
 
 /// Results of drivers that prepared every claim in the request.
-fn all_done(batches: &Batches, devices: &[Device]) -> BTreeMap<String, Vec<(Named, Vec<Device>)>> {
-    let of = |(driver, claims): (&String, &Vec<Named>)| {
+fn all_done(
+    batches: &Batches,
+    devices: &[Device],
+) -> BTreeMap<String, Vec<(ClaimId, Vec<Device>)>> {
+    let of = |(driver, claims): (&String, &Vec<ClaimId>)| {
         let claims = claims.iter().map(|c| (c.clone(), devices.to_vec()));
         (driver.clone(), claims.collect())
     };
     batches.iter().map(of).collect()
 }
 
-fn ask(begun: Begun) -> Batches {
-    match begun {
-        Begun::Ask(batches) => batches,
-        Begun::Busy => panic!("the claims are busy"),
+fn calls_of(started: Started) -> Batches {
+    match started {
+        Started::Call(batches) => batches,
+        Started::Busy => panic!("the claims are busy"),
     }
 }
 
 /// Prepares claims successfully and returns the driver calls.
-fn prepare(claims: &mut Claims, pod: &str, wanted: &[Wanted], devices: &[Device]) -> Batches {
-    let batches = ask(claims.prepare(pod, wanted).expect("no conflict"));
-    claims.prepared(&batches, &all_done(&batches, devices));
+fn prepare(
+    claims: &mut Claims,
+    pod: &str,
+    wanted: &[AllocatedClaim],
+    devices: &[Device],
+) -> Batches {
+    let batches = calls_of(claims.prepare(pod, wanted).expect("no conflict"));
+    claims.record_prepared(&batches, &all_done(&batches, devices));
     batches
 }
 
 fn names(batches: &Batches) -> Vec<String> {
-    let of = |(driver, claims): (&String, &Vec<Named>)| {
+    let of = |(driver, claims): (&String, &Vec<ClaimId>)| {
         let names: Vec<&str> = claims.iter().map(|c| c.name.as_str()).collect();
         format!("{driver}: {}", names.join(" "))
     };
@@ -123,26 +131,28 @@ fn a_claim_must_belong_to_the_pod_and_be_reserved_and_allocated() {
     let whole = claim(json!({"reservedFor": reserved, "allocation": allocation}));
     let drivers = ["a.example", "b.example"];
     assert_eq!(
-        checked(&this, &own, &whole),
+        check_claim(&this, &own, &whole),
         Ok(wanted("c", "cu", &drivers))
     );
-    let said = |pod: &Pod, own: &Reference, claim: &ResourceClaim| {
-        checked(pod, own, claim).expect_err("a refusal").to_string()
+    let error_of = |pod: &Pod, own: &Reference, claim: &ResourceClaim| {
+        check_claim(pod, own, claim)
+            .expect_err("a refusal")
+            .to_string()
     };
     let shared = Reference {
         own: false,
         ..own.clone()
     };
     assert_eq!(
-        said(&other, &own, &whole),
+        error_of(&other, &own, &whole),
         "ResourceClaim n/c was not created for Pod n/p (Pod is not owner)"
     );
     assert_eq!(
-        said(&other, &shared, &whole),
+        error_of(&other, &shared, &whole),
         "pod p (v) is not allowed to use ResourceClaim c (cu)"
     );
     assert_eq!(
-        said(&this, &own, &claim(json!({"reservedFor": reserved}))),
+        error_of(&this, &own, &claim(json!({"reservedFor": reserved}))),
         "ResourceClaim c: not allocated"
     );
 }
@@ -171,38 +181,38 @@ fn a_shared_claim_is_prepared_once_and_unprepared_after_its_last_pod() {
         BTreeMap::from([(String::new(), 2), ("d".into(), 2), ("e".into(), 1)])
     );
 
-    let back = ask(claims.give_back("p"));
+    let back = calls_of(claims.begin_unprepare("p"));
     assert_eq!(names(&back), ["d: own"]);
-    claims.given_back(&back, false);
-    let back = ask(claims.give_back("p"));
+    claims.record_unprepared(&back, false);
+    let back = calls_of(claims.begin_unprepare("p"));
     assert_eq!(names(&back), ["d: own"], "a failed call is repeated");
-    claims.given_back(&back, true);
+    claims.record_unprepared(&back, true);
     assert!(!claims.uses("p"));
-    let back = ask(claims.give_back("q"));
+    let back = calls_of(claims.begin_unprepare("q"));
     assert_eq!(names(&back), ["d: shared", "e: shared"]);
-    claims.given_back(&back, true);
+    claims.record_unprepared(&back, true);
     assert_eq!(claims, Claims::default());
-    assert_eq!(ask(claims.give_back("q")), Batches::new());
+    assert_eq!(calls_of(claims.begin_unprepare("q")), Batches::new());
 }
 
 #[test]
 fn a_claim_with_a_call_in_progress_is_busy_for_other_pods() {
     let mut claims = Claims::default();
     let shared = [wanted("shared", "1", &["d"])];
-    let asked = ask(claims.prepare("p", &shared).expect("no conflict"));
-    assert_eq!(claims.prepare("q", &shared), Ok(Begun::Busy));
-    assert_eq!(claims.give_back("p"), Begun::Busy);
+    let batches = calls_of(claims.prepare("p", &shared).expect("no conflict"));
+    assert_eq!(claims.prepare("q", &shared), Ok(Started::Busy));
+    assert_eq!(claims.begin_unprepare("p"), Started::Busy);
     assert!(!claims.uses("q"));
-    claims.prepared(&asked, &BTreeMap::new());
+    claims.record_prepared(&batches, &BTreeMap::new());
     // The first pod's attempt failed; the second pod's attempt succeeds for both.
     assert_eq!(
         names(&prepare(&mut claims, "q", &shared, &[])),
         ["d: shared"]
     );
-    assert_eq!(ask(claims.give_back("p")), Batches::new());
-    let back = ask(claims.give_back("q"));
-    assert_eq!(claims.prepare("r", &shared), Ok(Begun::Busy));
-    claims.given_back(&back, true);
+    assert_eq!(calls_of(claims.begin_unprepare("p")), Batches::new());
+    let back = calls_of(claims.begin_unprepare("q"));
+    assert_eq!(claims.prepare("r", &shared), Ok(Started::Busy));
+    claims.record_unprepared(&back, true);
 
     let before = claims.clone();
     prepare(&mut claims, "p", &shared, &[]);
@@ -223,7 +233,7 @@ fn a_claim_without_devices_needs_no_driver() {
     let mut claims = Claims::default();
     let empty = [wanted("empty", "1", &[])];
     assert_eq!(prepare(&mut claims, "p", &empty, &[]), Batches::new());
-    assert_eq!(ask(claims.give_back("p")), Batches::new());
+    assert_eq!(calls_of(claims.begin_unprepare("p")), Batches::new());
     assert_eq!(claims, Claims::default());
 }
 
@@ -261,27 +271,30 @@ fn containers_get_the_devices_of_the_requests_that_they_name() {
     assert_eq!(cdi(0), "v/c=0 v/c=both v/c=1 v/c=every");
     assert_eq!(cdi(1), "v/c=0 v/c=both v/c=every w/c=x w/c=y");
     assert_eq!((cdi(2).as_str(), cdi(3).as_str()), ("w/c=x", ""));
-    let held: Vec<(String, usize)> = claims
-        .held(&pod, &containers[1])
+    let found: Vec<(String, usize)> = claims
+        .claims_of_container(&pod, &containers[1])
         .into_iter()
         .map(|(claim, drivers)| (claim.name, drivers["d"].len()))
         .collect();
-    assert_eq!(held, [("one".to_owned(), 3), ("two".to_owned(), 2)]);
-    assert!(claims.held(&pod, &containers[3]).is_empty());
+    assert_eq!(found, [("one".to_owned(), 3), ("two".to_owned(), 2)]);
+    assert!(claims.claims_of_container(&pod, &containers[3]).is_empty());
 }
 
 #[test]
 fn a_drivers_response_must_match_the_requested_claims() {
-    let asked = [wanted("a", "1", &[]).claim, wanted("b", "2", &[]).claim];
+    let requested = [wanted("a", "1", &[]).claim, wanted("b", "2", &[]).claim];
     let answers = |list: &[(&str, Result<u8, &str>)]| {
         let answer = |(uid, answer): &(&str, Result<u8, &str>)| {
             ((*uid).to_owned(), answer.map_err(ToOwned::to_owned))
         };
-        judge("Call", &asked, list.iter().map(answer).collect())
+        check_response("Call", &requested, list.iter().map(answer).collect())
     };
-    let judged = answers(&[("1", Ok(1)), ("2", Ok(2))]).expect("all");
-    assert_eq!(judged, [(asked[0].clone(), 1), (asked[1].clone(), 2)]);
-    for (list, said) in [
+    let results = answers(&[("1", Ok(1)), ("2", Ok(2))]).expect("all");
+    assert_eq!(
+        results,
+        [(requested[0].clone(), 1), (requested[1].clone(), 2)]
+    );
+    for (list, message) in [
         (vec![("1", Ok(1))], "Call skipped 1 ResourceClaims"),
         (
             vec![("1", Ok(1)), ("2", Err("no"))],
@@ -292,7 +305,7 @@ fn a_drivers_response_must_match_the_requested_claims() {
             "Call returned result for unknown claim UID 3",
         ),
     ] {
-        assert_eq!(answers(&list).expect_err("a failure").to_string(), said);
+        assert_eq!(answers(&list).expect_err("a failure").to_string(), message);
     }
 }
 
@@ -317,8 +330,8 @@ fn the_kubelets_checkpoint_format_round_trips() {
     assert_eq!(claims.pods(), ["u".to_owned()].into());
     // The containers of the pod in the checkpoint have their devices; for another pod the claim is prepared again.
     let both = [wanted("one", "1", &["d.example", "e.example"])];
-    let asked = prepare(&mut claims, "v", &both, &[]);
-    assert_eq!(names(&asked), ["d.example: one", "e.example: one"]);
+    let batches = prepare(&mut claims, "v", &both, &[]);
+    assert_eq!(names(&batches), ["d.example: one", "e.example: one"]);
     let empty = r#"{"Data":"{\"kind\":\"DRACheckpoint\",\"apiVersion\":\"checkpoint.dra.kubelet.k8s.io/v1\",\"ClaimInfoStateList\":null}","Checksum":CHECKSUM}"#;
     let data = r#"{"kind":"DRACheckpoint","apiVersion":"checkpoint.dra.kubelet.k8s.io/v1","ClaimInfoStateList":null}"#;
     let checksum = crate::core::digest::crc32(data.as_bytes()).to_string();
@@ -342,33 +355,33 @@ fn a_modified_or_truncated_checkpoint_is_rejected() {
 #[derive(Debug, Clone)]
 enum Event {
     Prepare(usize, BTreeSet<usize>),
-    GiveBack(usize),
-    Ends(usize, bool),
+    Unprepare(usize),
+    Complete(usize, bool),
     Restart,
 }
 
 fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         4 => (0..3usize, prop::collection::btree_set(0..3usize, 1..3)).prop_map(|(p, c)| Event::Prepare(p, c)),
-        3 => (0..3usize).prop_map(Event::GiveBack),
-        6 => (any::<usize>(), any::<bool>()).prop_map(|(at, ok)| Event::Ends(at, ok)),
+        3 => (0..3usize).prop_map(Event::Unprepare),
+        6 => (any::<usize>(), any::<bool>()).prop_map(|(at, ok)| Event::Complete(at, ok)),
         1 => Just(Event::Restart),
     ]
 }
 
 enum Call {
     Prepare(usize, BTreeSet<usize>, Batches),
-    GiveBack(usize, Batches),
+    Unprepare(usize, Batches),
 }
 
 impl Call {
     fn of(&self, pod: usize) -> bool {
-        let (Call::Prepare(own, ..) | Call::GiveBack(own, _)) = self;
+        let (Call::Prepare(own, ..) | Call::Unprepare(own, _)) = self;
         *own == pod
     }
 
-    fn claims(&self) -> impl Iterator<Item = &Named> {
-        let (Call::Prepare(_, _, batches) | Call::GiveBack(_, batches)) = self;
+    fn claims(&self) -> impl Iterator<Item = &ClaimId> {
+        let (Call::Prepare(_, _, batches) | Call::Unprepare(_, batches)) = self;
         batches.values().flatten()
     }
 }
@@ -378,43 +391,43 @@ struct World {
     claims: Claims,
     calls: Vec<Call>,
     /// Claims that the driver has prepared.
-    held: BTreeSet<String>,
+    prepared: BTreeSet<String>,
     /// The claims that each pod was reported as prepared.
     ready: BTreeMap<usize, BTreeSet<usize>>,
 }
 
 impl World {
-    fn happens(&mut self, event: Event) {
+    fn apply(&mut self, event: Event) {
         match event {
             Event::Prepare(pod, its) => {
                 let name = |claim: &usize| wanted(&claim.to_string(), &claim.to_string(), &["d"]);
-                let list: Vec<Wanted> = its.iter().map(name).collect();
+                let list: Vec<AllocatedClaim> = its.iter().map(name).collect();
                 if self.ready.contains_key(&pod) || self.calls.iter().any(|c| c.of(pod)) {
                     return;
                 }
-                let begun = self.claims.prepare(&pod.to_string(), &list);
-                if let Begun::Ask(batches) = begun.expect("one uid per name") {
+                let started = self.claims.prepare(&pod.to_string(), &list);
+                if let Started::Call(batches) = started.expect("one uid per name") {
                     self.calls.push(Call::Prepare(pod, its, batches));
                 }
             }
-            Event::GiveBack(pod) if self.calls.iter().any(|c| c.of(pod)) => {}
-            Event::GiveBack(pod) => {
-                if let Begun::Ask(batches) = self.claims.give_back(&pod.to_string()) {
+            Event::Unprepare(pod) if self.calls.iter().any(|c| c.of(pod)) => {}
+            Event::Unprepare(pod) => {
+                if let Started::Call(batches) = self.claims.begin_unprepare(&pod.to_string()) {
                     self.ready.remove(&pod);
-                    self.calls.push(Call::GiveBack(pod, batches));
+                    self.calls.push(Call::Unprepare(pod, batches));
                 }
             }
-            Event::Ends(..) if self.calls.is_empty() => {}
-            Event::Ends(at, ok) => {
+            Event::Complete(..) if self.calls.is_empty() => {}
+            Event::Complete(at, ok) => {
                 let call = self.calls.remove(at % self.calls.len());
-                self.ends(call, ok);
+                self.complete(call, ok);
             }
             Event::Restart => {
                 // Calls in progress at the restart may have succeeded at the driver.
-                let begun = self.calls.drain(..);
-                let begun = begun.filter(|call| matches!(call, Call::Prepare(..)));
-                for call in begun {
-                    self.held.extend(call.claims().map(|c| c.name.clone()));
+                let interrupted = self.calls.drain(..);
+                let interrupted = interrupted.filter(|call| matches!(call, Call::Prepare(..)));
+                for call in interrupted {
+                    self.prepared.extend(call.claims().map(|c| c.name.clone()));
                 }
                 self.claims = checkpoint::read(&checkpoint::write(&self.claims))
                     .expect("the agent's own checkpoint");
@@ -422,22 +435,22 @@ impl World {
         }
     }
 
-    fn ends(&mut self, call: Call, ok: bool) {
+    fn complete(&mut self, call: Call, ok: bool) {
         match call {
             Call::Prepare(pod, its, batches) => {
-                let asked = batches.values().flatten().map(|c| c.name.clone());
-                self.held.extend(asked);
+                let prepared_names = batches.values().flatten().map(|c| c.name.clone());
+                self.prepared.extend(prepared_names);
                 let done = all_done(&batches, &[]);
                 self.claims
-                    .prepared(&batches, &if ok { done } else { BTreeMap::new() });
+                    .record_prepared(&batches, &if ok { done } else { BTreeMap::new() });
                 if ok {
                     self.ready.insert(pod, its);
                 }
             }
-            Call::GiveBack(_, batches) => {
-                let given = batches.values().flatten().filter(|_| ok);
-                given.for_each(|claim| _ = self.held.remove(&claim.name));
-                self.claims.given_back(&batches, ok);
+            Call::Unprepare(_, batches) => {
+                let released = batches.values().flatten().filter(|_| ok);
+                released.for_each(|claim| _ = self.prepared.remove(&claim.name));
+                self.claims.record_unprepared(&batches, ok);
             }
         }
     }
@@ -450,9 +463,9 @@ proptest! {
     fn drivers_keep_prepared_exactly_the_claims_in_use(events in prop::collection::vec(event(), 0..60)) {
         let mut world = World::default();
         for event in events {
-            world.happens(event);
+            world.apply(event);
             for claim in world.ready.values().flatten() {
-                prop_assert!(world.held.contains(&claim.to_string()), "claim {claim} was unprepared while a pod uses it");
+                prop_assert!(world.prepared.contains(&claim.to_string()), "claim {claim} was unprepared while a pod uses it");
             }
             let mut busy = BTreeSet::new();
             for claim in world.calls.iter().flat_map(Call::claims) {
@@ -460,24 +473,24 @@ proptest! {
             }
         }
         while let Some(call) = world.calls.pop() {
-            world.ends(call, true);
+            world.complete(call, true);
         }
         for pod in world.claims.pods() {
-            let batches = ask(world.claims.give_back(&pod));
-            world.ends(Call::GiveBack(0, batches), true);
+            let batches = calls_of(world.claims.begin_unprepare(&pod));
+            world.complete(Call::Unprepare(0, batches), true);
         }
-        prop_assert!(world.held.is_empty(), "still prepared at the driver: {:?}", world.held);
+        prop_assert!(world.prepared.is_empty(), "still prepared at the driver: {:?}", world.prepared);
         prop_assert_eq!(world.claims, Claims::default());
     }
 }
 
 /// A claim with two devices, and its driver's health reports. The container refers to one device alone and to both.
-struct Told {
+struct HealthFixture {
     claims: Claims,
     drivers: DriversHealth,
 }
 
-impl Told {
+impl HealthFixture {
     fn shown(&self, now: u64) -> Vec<String> {
         let claims_of =
             json!([{"name": "mine", "request": "a"}, {"name": "mine"}, {"name": "none"}]);
@@ -500,57 +513,60 @@ impl Told {
     }
 
     /// A report at a time in seconds: each device with health, message, and validity in seconds.
-    fn say(&mut self, now: u64, devices: &[(&str, Health, &str, i64)]) {
-        let said = |(name, health, message, seconds): &(&str, Health, &str, i64)| Said {
+    fn report(&mut self, now: u64, devices: &[(&str, Health, &str, i64)]) {
+        let report = |(name, health, message, seconds): &(&str, Health, &str, i64)| DeviceReport {
             pool: "here".into(),
             device: (*name).into(),
             health: *health,
             message: (*message).into(),
             seconds: *seconds,
         };
-        let devices = devices.iter().map(said).collect();
-        self.drivers.said("d", devices, Duration::from_secs(now));
+        let devices = devices.iter().map(report).collect();
+        self.drivers.record("d", devices, Duration::from_secs(now));
     }
 }
 
 #[test]
 fn a_claims_device_health_is_what_its_driver_reported_last() {
-    let mut told = Told {
+    let mut fixture = HealthFixture {
         claims: Claims::default(),
         drivers: DriversHealth::default(),
     };
-    assert!(told.shown(0).is_empty(), "not prepared");
+    assert!(fixture.shown(0).is_empty(), "not prepared");
     let devices = [
         device("one", &["a"], &["k=one", "k=more"]),
         device("two", &["b"], &[]),
     ];
     let shared = [wanted("shared", "su", &["d"])];
-    prepare(&mut told.claims, "u", &shared, &devices);
+    prepare(&mut fixture.claims, "u", &shared, &devices);
     let both = |one: &str, two: &str| {
         let all = format!("claim:mine d/here/two={two} k=one={one}");
         vec![all, format!("claim:mine/a k=one={one}")]
     };
-    assert_eq!(told.shown(0), both("NotReported", "NotReported"));
-    assert_eq!(told.shown(HOLDS.as_secs()), both("Unknown", "Unknown"));
+    assert_eq!(fixture.shown(0), both("NotReported", "NotReported"));
+    assert_eq!(
+        fixture.shown(DEFAULT_VALIDITY.as_secs()),
+        both("Unknown", "Unknown")
+    );
 
     let first = [
         ("one", Health::Unhealthy, " hot", 0),
         ("two", Health::Healthy, "", 90),
     ];
-    told.say(100, &first);
-    assert_eq!(told.shown(129), both("Unhealthy hot", "Healthy"));
-    let next = told.drivers.next_expiry(Duration::from_secs(100));
+    fixture.report(100, &first);
+    assert_eq!(fixture.shown(129), both("Unhealthy hot", "Healthy"));
+    let next = fixture.drivers.next_expiry(Duration::from_secs(100));
     assert_eq!(next, Some(Duration::from_secs(130)));
-    assert_eq!(told.shown(130), both("Unknown", "Healthy"));
+    assert_eq!(fixture.shown(130), both("Unknown", "Healthy"));
     // A device that the report omits keeps its health until that expires; a negative validity means the default.
-    told.say(140, &[("one", Health::Healthy, "", -1)]);
-    assert_eq!(told.shown(169), both("Healthy", "Healthy"));
-    assert_eq!(told.shown(190), both("Unknown", "Unknown"));
-    told.say(200, &[("one", Health::Healthy, &"ü".repeat(1025), 0)]);
+    fixture.report(140, &[("one", Health::Healthy, "", -1)]);
+    assert_eq!(fixture.shown(169), both("Healthy", "Healthy"));
+    assert_eq!(fixture.shown(190), both("Unknown", "Unknown"));
+    fixture.report(200, &[("one", Health::Healthy, &"ü".repeat(1025), 0)]);
     let cut = format!("Healthy{}...", "ü".repeat(1021));
-    assert_eq!(told.shown(201), both(&cut, "Unknown"));
-    let by_pod = told
+    assert_eq!(fixture.shown(201), both(&cut, "Unknown"));
+    let by_pod = fixture
         .claims
-        .health_by_pod(&told.drivers, Duration::from_secs(201));
+        .health_by_pod(&fixture.drivers, Duration::from_secs(201));
     assert_eq!(by_pod["u"].len(), 2);
 }

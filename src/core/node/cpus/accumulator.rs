@@ -9,13 +9,13 @@ use crate::core::node::topology::{Cpus, Level, Topology, combinations};
 
 /// How CPUs are chosen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Way {
+pub struct TakeOptions {
     /// Takes one CPU of each core before a second one (`distribute-cpus-across-cores`).
     pub spread: bool,
     /// Prefers CPUs that share a cache (`prefer-align-cpus-by-uncorecache`).
-    pub caches: bool,
+    pub align_to_caches: bool,
     /// Distributes evenly over the fewest possible NUMA nodes, in groups of this size (`distribute-cpus-across-numa`).
-    pub over_nodes: Option<usize>,
+    pub numa_group_size: Option<usize>,
 }
 
 /// Too few CPUs are free; the message is the kubelet's.
@@ -35,35 +35,35 @@ pub fn take(
     topology: &Topology,
     free: &CpuSet,
     number: usize,
-    way: Way,
+    options: TakeOptions,
 ) -> Result<CpuSet, NotEnough> {
-    let free = topology.cpus.only(free);
+    let free = topology.cpus.intersection(free);
     if number > free.len() {
         return Err(NotEnough {
             requested: number,
             available: free.len(),
         });
     }
-    Ok(match way.over_nodes {
+    Ok(match options.numa_group_size {
         Some(group) if group > 0 && number.is_multiple_of(group) => {
-            distributed(topology, &free, number, group, way.spread)
+            distributed(topology, &free, number, group, options.spread)
         }
-        _ => packed(topology, free, number, way),
+        _ => packed(topology, free, number, options),
     })
 }
 
-fn packed(topology: &Topology, free: Cpus, number: usize, way: Way) -> CpuSet {
+fn packed(topology: &Topology, free: Cpus, number: usize, options: TakeOptions) -> CpuSet {
     let mut taking = Accumulator::new(topology, free, number);
     let [first, second] = taking.outer();
     taking.take_whole(first);
     taking.take_whole(second);
-    if way.caches && way.over_nodes.is_none() {
+    if options.align_to_caches && options.numa_group_size.is_none() {
         taking.take_caches();
     }
-    if !way.spread {
+    if !options.spread {
         taking.take_whole(Level::Core);
     }
-    taking.take_single(way.spread);
+    taking.take_single(options.spread);
     taking.taken
 }
 
@@ -86,7 +86,7 @@ impl<'a> Accumulator<'a> {
 
     /// NUMA nodes and sockets, the containing level first.
     fn outer(&self) -> [Level; 2] {
-        let number = |level| self.topology.number_of(level);
+        let number = |level| self.topology.group_count(level);
         if number(Level::Socket) >= number(Level::Node) {
             [Level::Node, Level::Socket]
         } else {
@@ -101,7 +101,7 @@ impl<'a> Accumulator<'a> {
     }
 
     /// Sorts groups by number of free CPUs, fewest first.
-    fn fullest_first(&self, ids: impl IntoIterator<Item = u32>, level: Level) -> Vec<u32> {
+    fn fewest_free_first(&self, ids: impl IntoIterator<Item = u32>, level: Level) -> Vec<u32> {
         let mut ids: Vec<u32> = ids.into_iter().collect();
         ids.sort_by_key(|id| (self.free.count(level, *id), *id));
         ids
@@ -110,7 +110,7 @@ impl<'a> Accumulator<'a> {
     fn inside(&self, outer: Level, ids: &[u32], level: Level) -> Vec<u32> {
         let groups = ids
             .iter()
-            .map(|id| self.fullest_first(self.free.groups_in(level, outer, *id), level));
+            .map(|id| self.fewest_free_first(self.free.groups_in(level, outer, *id), level));
         groups.flatten().collect()
     }
 
@@ -119,7 +119,7 @@ impl<'a> Accumulator<'a> {
     fn sorted(&self, level: Level) -> Vec<u32> {
         let [first, second] = self.outer();
         match level {
-            level if level == first => self.fullest_first(self.free.groups(first), first),
+            level if level == first => self.fewest_free_first(self.free.groups(first), first),
             level if level == second => self.inside(first, &self.sorted(first), second),
             Level::Core => self.inside(second, &self.sorted(second), Level::Core),
             _ => self.inside(Level::Node, &self.sorted(Level::Node), level),
@@ -201,9 +201,9 @@ fn distributed(
     let taking = Accumulator::new(topology, free.clone(), number);
     let nodes = taking.sorted(Level::Node);
     let (fewest, most) = node_range(topology, nodes.len(), number, group);
-    let plain = Way {
+    let plain = TakeOptions {
         spread,
-        ..Way::default()
+        ..TakeOptions::default()
     };
     for size in fewest..=most {
         let fit = |combination: Vec<u32>| Split::of(free, &nodes, combination, number, group);
@@ -214,8 +214,8 @@ fn distributed(
         };
         let mut taking = Accumulator::new(topology, free.clone(), number);
         for (node, count) in split.takes {
-            let here = taking.free.members(Level::Node, node);
-            let cpus = packed(topology, taking.free.only(&here), count, plain);
+            let node_cpus = taking.free.members(Level::Node, node);
+            let cpus = packed(topology, taking.free.intersection(&node_cpus), count, plain);
             taking.take(&cpus);
         }
         return taking.taken;
@@ -232,7 +232,7 @@ fn node_range(
 ) -> (usize, usize) {
     let groups = number.div_ceil(group);
     let all = topology.cpus.len().div_ceil(group);
-    let per_node = all.div_ceil(topology.number_of(Level::Node).max(1));
+    let per_node = all.div_ceil(topology.group_count(Level::Node).max(1));
     (groups.div_ceil(per_node.max(1)), groups.min(free_nodes))
 }
 
@@ -259,26 +259,27 @@ impl Split {
         if in_groups < number || combination.iter().any(|n| count(*n) < each) {
             return None;
         }
-        let mut left: BTreeMap<u32, usize> = nodes.iter().map(|n| (*n, count(*n))).collect();
+        let mut remaining: BTreeMap<u32, usize> = nodes.iter().map(|n| (*n, count(*n))).collect();
         for node in &combination {
-            left.entry(*node)
-                .and_modify(|left| *left = left.saturating_sub(each));
+            remaining
+                .entry(*node)
+                .and_modify(|remaining| *remaining = remaining.saturating_sub(each));
         }
         let takes: Vec<(u32, usize)> = combination.iter().map(|n| (*n, each)).collect();
         let rest = number.saturating_sub(each.saturating_mul(combination.len()));
         if rest == 0 {
-            let imbalance = imbalance(&left);
+            let imbalance = imbalance(&remaining);
             return Some(Split { takes, imbalance });
         }
         let able: Vec<u32> = combination
             .into_iter()
-            .filter(|n| left[n] >= group)
+            .filter(|n| remaining[n] >= group)
             .collect();
         let mut best: Option<Split> = None;
         // Tries more nodes first; a split over fewer nodes wins only if it leaves the nodes more equal.
         for size in (1..=able.len()).rev() {
             for subset in combinations(&able, size) {
-                let split = with_rest(&left, &takes, &subset, rest, group);
+                let split = distribute_rest(&remaining, &takes, &subset, rest, group);
                 if let Some(split) = split
                     && best.as_ref().is_none_or(|b| split.imbalance < b.imbalance)
                 {
@@ -291,20 +292,21 @@ impl Split {
 }
 
 /// Takes the rest group by group from the nodes of `subset` in turn.
-fn with_rest(
-    left: &BTreeMap<u32, usize>,
+fn distribute_rest(
+    remaining: &BTreeMap<u32, usize>,
     takes: &[(u32, usize)],
     subset: &[u32],
     mut rest: usize,
     group: usize,
 ) -> Option<Split> {
-    let (mut left, mut takes) = (left.clone(), takes.to_vec());
+    let (mut remaining, mut takes) = (remaining.clone(), takes.to_vec());
     while rest > 0 {
         let before = rest;
         for node in subset {
-            if rest > 0 && left[node] >= group {
-                left.entry(*node)
-                    .and_modify(|left| *left = left.saturating_sub(group));
+            if rest > 0 && remaining[node] >= group {
+                remaining
+                    .entry(*node)
+                    .and_modify(|remaining| *remaining = remaining.saturating_sub(group));
                 takes.push((*node, group));
                 rest = rest.saturating_sub(group);
             }
@@ -313,14 +315,18 @@ fn with_rest(
             return None;
         }
     }
-    let imbalance = imbalance(&left);
+    let imbalance = imbalance(&remaining);
     Some(Split { takes, imbalance })
 }
 
-fn imbalance(left: &BTreeMap<u32, usize>) -> u64 {
-    let values = || left.values().map(|n| u64::try_from(*n).unwrap_or(u64::MAX));
+fn imbalance(remaining: &BTreeMap<u32, usize>) -> u64 {
+    let values = || {
+        remaining
+            .values()
+            .map(|n| u64::try_from(*n).unwrap_or(u64::MAX))
+    };
     let (sum, squares): (u64, u64) = (values().sum(), values().map(|v| v.saturating_mul(v)).sum());
-    let number = u64::try_from(left.len()).unwrap_or(0);
+    let number = u64::try_from(remaining.len()).unwrap_or(0);
     number
         .saturating_mul(squares)
         .saturating_sub(sum.saturating_mul(sum))

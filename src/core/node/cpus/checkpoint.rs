@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::State;
-use crate::core::cpuset::{list, parse_list};
+use crate::core::cpuset::{format_list, parse_list};
 use crate::core::digest::fnv32;
 use crate::core::node::checkpoint::Head;
 
@@ -49,12 +49,12 @@ pub fn write(policy: &str, state: &State) -> String {
     let lists = |containers: &BTreeMap<String, _>| -> BTreeMap<String, String> {
         let listed = containers
             .iter()
-            .map(|(name, set)| (name.clone(), list(set)));
+            .map(|(name, set)| (name.clone(), format_list(set)));
         listed.collect()
     };
     let mut document = Document {
         policy: policy.into(),
-        shared: list(&state.shared),
+        shared: format_list(&state.shared),
         entries: state
             .exclusive
             .iter()
@@ -104,8 +104,8 @@ mod tests {
     #[test]
     fn the_kubelets_checkpoint_round_trips_unchanged() {
         let state = read(STATIC, "static").expect("a state");
-        assert_eq!(list(&state.shared), "0,2");
-        assert_eq!(list(&state.exclusive["b"]["a"]), "3-4");
+        assert_eq!(format_list(&state.shared), "0,2");
+        assert_eq!(format_list(&state.exclusive["b"]["a"]), "3-4");
         assert_eq!(write("static", &state), STATIC);
         for (text, policy) in [
             (

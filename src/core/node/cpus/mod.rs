@@ -12,13 +12,13 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{Container, Pod};
 
-pub use accumulator::Way;
+pub use accumulator::TakeOptions;
 use accumulator::take;
 
-use super::admit::{Refusal, refuse, unexpected};
-use super::hints::{Asker, Count, Hint, Hints, NodeMask, Policy, Provider, most_at_a_time};
+use super::admit::{Refusal, reject, unexpected_error};
+use super::hints::{Count, Hint, Hints, NodeMask, Policy, Provider, Subject, max_concurrent};
 use super::topology::{Level, Topology};
-use crate::core::cpuset::{CpuSet, list};
+use crate::core::cpuset::{CpuSet, format_list};
 use crate::core::pod::qos;
 use crate::core::pod::resources::{Side, of_container};
 use crate::core::pod::{self, Role};
@@ -66,7 +66,7 @@ pub struct State {
 /// A pod's allocation before an admission, to restore it. Its size depends on the machine and the pod, not on the
 /// number of pods.
 #[derive(Debug, Clone)]
-pub struct Holding {
+pub struct Snapshot {
     shared: CpuSet,
     own: Option<BTreeMap<String, CpuSet>>,
     reusable: (String, CpuSet),
@@ -126,8 +126,8 @@ impl Cpus {
             Some(reserved) if !reserved.is_subset(&all) => {
                 return Err(format!(
                     "reservedSystemCPUs: this machine does not have CPUs {}; it has {}",
-                    list(&(reserved - &all)),
-                    list(&all)
+                    format_list(&(reserved - &all)),
+                    format_list(&all)
                 ));
             }
             Some(reserved) => reserved.clone(),
@@ -142,7 +142,11 @@ impl Cpus {
                 })?
             }
         };
-        let cores = self.topology.cpus.only(&self.reserved).groups(Level::Core);
+        let cores = self
+            .topology
+            .cpus
+            .intersection(&self.reserved)
+            .groups(Level::Core);
         let members = |core| self.topology.cpus.members(Level::Core, core);
         self.reserved_cores = cores.into_iter().flat_map(members).collect();
         Ok(())
@@ -153,13 +157,13 @@ impl Cpus {
     /// # Errors
     ///
     /// The state does not fit the rules or the machine.
-    pub fn adopt(&mut self, state: State) -> Result<(), String> {
+    pub fn load(&mut self, state: State) -> Result<(), String> {
         let strict = self.options.strict_reservation;
         let State { shared, exclusive } = &state;
         if shared.is_empty() && exclusive.is_empty() {
             return Ok(());
         }
-        let given = || {
+        let allocated = || {
             exclusive
                 .iter()
                 .flat_map(|(uid, c)| c.iter().map(move |(n, s)| (uid, n, s)))
@@ -171,49 +175,51 @@ impl Cpus {
         if strict && !self.reserved.is_disjoint(shared) {
             return Err(format!(
                 "the strictly reserved CPUs {} are shared in it",
-                list(&(&self.reserved & shared))
+                format_list(&(&self.reserved & shared))
             ));
         }
         if !strict && !self.reserved.is_subset(shared) {
             return Err(format!(
                 "not all of the reserved CPUs {} are shared in it ({})",
-                list(&self.reserved),
-                list(shared)
+                format_list(&self.reserved),
+                format_list(shared)
             ));
         }
-        if let Some((uid, container, own)) = given().find(|(_, _, own)| !own.is_disjoint(shared)) {
+        if let Some((uid, container, own)) =
+            allocated().find(|(_, _, own)| !own.is_disjoint(shared))
+        {
             return Err(format!(
                 "CPUs {} are shared in it, but exclusive to container {container} of pod {uid}",
-                list(&(own & shared))
+                format_list(&(own & shared))
             ));
         }
         let mut known = shared.clone();
-        known.extend(given().flat_map(|(_, _, own)| own));
+        known.extend(allocated().flat_map(|(_, _, own)| own));
         if known != self.usable() {
             return Err(format!(
                 "it was written on a machine with the CPUs {}; this machine has {}",
-                list(&known),
-                list(&self.usable())
+                format_list(&known),
+                format_list(&self.usable())
             ));
         }
         self.state = state;
         Ok(())
     }
 
-    fn way(&self) -> Way {
+    fn take_options(&self) -> TakeOptions {
         let group = match self.options.full_cores {
             true => self.topology.cpus_per_core(),
             false => 1,
         };
-        Way {
+        TakeOptions {
             spread: self.options.across_cores,
-            caches: self.options.by_cache,
-            over_nodes: self.options.across_nodes.then_some(group),
+            align_to_caches: self.options.by_cache,
+            numa_group_size: self.options.across_nodes.then_some(group),
         }
     }
 
     fn take(&self, free: &CpuSet, number: usize) -> Result<CpuSet, accumulator::NotEnough> {
-        take(&self.topology, free, number, self.way())
+        take(&self.topology, free, number, self.take_options())
     }
 
     /// The shared CPUs and the exclusive allocations.
@@ -240,10 +246,10 @@ impl Cpus {
         &self.topology
     }
 
-    /// The pod's current allocation, for [`Cpus::put_back`].
+    /// The pod's current allocation, for [`Cpus::restore`].
     #[must_use]
-    pub fn holding(&self, uid: &str) -> Holding {
-        Holding {
+    pub fn snapshot(&self, uid: &str) -> Snapshot {
+        Snapshot {
             shared: self.state.shared.clone(),
             own: self.state.exclusive.get(uid).cloned(),
             reusable: self.reusable.clone(),
@@ -251,7 +257,7 @@ impl Cpus {
     }
 
     /// Restores a pod's allocation. Requires that no other pod was allocated CPUs in between.
-    pub fn put_back(&mut self, uid: &str, before: Holding) {
+    pub fn restore(&mut self, uid: &str, before: Snapshot) {
         self.state.shared = before.shared;
         self.reusable = before.reusable;
         match before.own {
@@ -286,7 +292,7 @@ impl Cpus {
     }
 
     /// Marks an init container's CPUs as reusable, and those of other containers as not reusable.
-    fn note_reusable(&mut self, uid: &str, role: Role, own: &CpuSet) {
+    fn update_reusable(&mut self, uid: &str, role: Role, own: &CpuSet) {
         let reusable = self.reusable(uid);
         let now = match role {
             Role::Init => &reusable | own,
@@ -301,7 +307,7 @@ impl Cpus {
             return Ok(());
         }
         let refusal =
-            |why: String| refuse("SMTAlignmentError", format!("SMT Alignment Error: {why}"));
+            |why: String| reject("SMTAlignmentError", format!("SMT Alignment Error: {why}"));
         if !number.is_multiple_of(per_core) {
             return Err(refusal(format!(
                 "requested {number} cpus not multiple cpus per core = {per_core}"
@@ -317,7 +323,7 @@ impl Cpus {
     }
 
     /// The free CPUs of these NUMA nodes, or of the sockets that contain them (`align-by-socket`).
-    fn near(&self, nodes: NodeMask, free: &CpuSet) -> CpuSet {
+    fn cpus_near(&self, nodes: NodeMask, free: &CpuSet) -> CpuSet {
         let cpus = &self.topology.cpus;
         let of = |level: Level, id: u32| cpus.members(level, id);
         let near: CpuSet = match self.options.by_socket {
@@ -346,10 +352,10 @@ impl Cpus {
 
     fn choose(&self, number: usize, affinity: Hint, reusable: &CpuSet) -> Result<CpuSet, Refusal> {
         let free = &self.free() | reusable;
-        let take = |free: &CpuSet, number| self.take(free, number).map_err(unexpected);
+        let take = |free: &CpuSet, number| self.take(free, number).map_err(unexpected_error);
         let mut chosen = CpuSet::new();
         if let Some(nodes) = affinity.nodes {
-            let near = self.near(nodes, &free);
+            let near = self.cpus_near(nodes, &free);
             chosen = take(&near, number.min(near.len()))?;
         }
         let rest = take(&(&free - &chosen), number.saturating_sub(chosen.len()))?;
@@ -357,11 +363,11 @@ impl Cpus {
         Ok(chosen)
     }
 
-    fn offers(&self, available: &CpuSet, reusable: &CpuSet, number: usize) -> Vec<Hint> {
+    fn hints_for(&self, available: &CpuSet, reusable: &CpuSet, number: usize) -> Vec<Hint> {
         let cpus = &self.topology.cpus;
         let nodes: Vec<u32> = cpus.groups(Level::Node).into_iter().collect();
         let of = |set: &CpuSet| -> Vec<u32> {
-            let nodes = cpus.only(set);
+            let nodes = cpus.intersection(set);
             nodes.0.values().map(|cpu| cpu.node).collect()
         };
         let (all, available, reusable) = (of(&cpus.all()), of(available), of(reusable));
@@ -387,7 +393,7 @@ impl Cpus {
 
     /// Whether these NUMA nodes span only as many sockets as `fewest` nodes need.
     fn is_by_socket(&self, mask: NodeMask, fewest: u32) -> bool {
-        let number = |level| self.topology.number_of(level);
+        let number = |level| self.topology.group_count(level);
         let per_socket = number(Level::Node).checked_div(number(Level::Socket));
         let Some(per_socket) = per_socket.filter(|n| self.options.by_socket && *n > 0) else {
             return false;
@@ -402,11 +408,11 @@ impl Cpus {
             return None;
         }
         let (uid, none) = (pod::uid(pod), CpuSet::new());
-        let given = self.state.exclusive.get(uid);
-        match given.and_then(|c| c.get(&container.name)) {
+        let allocated = self.state.exclusive.get(uid);
+        match allocated.and_then(|c| c.get(&container.name)) {
             Some(own) if own.len() != number => Some(vec![]),
-            Some(own) => Some(self.offers(own, &none, number)),
-            None => Some(self.offers(&self.free(), &self.reusable(uid), number)),
+            Some(own) => Some(self.hints_for(own, &none, number)),
+            None => Some(self.hints_for(&self.free(), &self.reusable(uid), number)),
         }
     }
 
@@ -418,8 +424,8 @@ impl Cpus {
         let (uid, none) = (pod::uid(pod), CpuSet::new());
         let mut assigned = CpuSet::new();
         for (role, container) in pod::containers(pod) {
-            let given = self.state.exclusive.get(uid);
-            let own = given.and_then(|c| c.get(&container.name));
+            let allocated = self.state.exclusive.get(uid);
+            let own = allocated.and_then(|c| c.get(&container.name));
             if let Some(own) = own.filter(|_| role != Role::Ephemeral) {
                 if own.len() != wanted(pod, &container) {
                     return Some(vec![]);
@@ -428,14 +434,14 @@ impl Cpus {
             }
         }
         if assigned.len() == number {
-            return Some(self.offers(&assigned, &none, number));
+            return Some(self.hints_for(&assigned, &none, number));
         }
         let reusable = &self.reusable(uid) | &assigned;
-        Some(self.offers(&self.free(), &reusable, number))
+        Some(self.hints_for(&self.free(), &reusable, number))
     }
 
     /// Allocates CPUs for a container. Returns an empty set if the container already has its CPUs.
-    fn give(
+    fn allocate_container(
         &mut self,
         uid: &str,
         role: Role,
@@ -443,15 +449,15 @@ impl Cpus {
         number: usize,
         affinity: Hint,
     ) -> Result<CpuSet, Refusal> {
-        let given = self.state.exclusive.get(uid);
-        if let Some(own) = given.and_then(|c| c.get(container)).cloned() {
-            self.note_reusable(uid, role, &own);
+        let allocated = self.state.exclusive.get(uid);
+        if let Some(own) = allocated.and_then(|c| c.get(container)).cloned() {
+            self.update_reusable(uid, role, &own);
             return Ok(CpuSet::new());
         }
         self.check_cores(number)?;
         let own = self.choose(number, affinity, &self.reusable(uid))?;
         self.state.shared.retain(|cpu| !own.contains(cpu));
-        self.note_reusable(uid, role, &own);
+        self.update_reusable(uid, role, &own);
         let containers = self.state.exclusive.entry(uid.to_owned()).or_default();
         containers.insert(container.to_owned(), own.clone());
         Ok(own)
@@ -459,10 +465,10 @@ impl Cpus {
 }
 
 impl Provider for Cpus {
-    fn hints(&self, asker: Asker<'_>) -> Hints {
-        let hints = match asker {
-            Asker::Container(pod, container) => self.container_hints(pod, container),
-            Asker::Pod(pod) => self.pod_hints(pod),
+    fn hints(&self, subject: Subject<'_>) -> Hints {
+        let hints = match subject {
+            Subject::Container(pod, container) => self.container_hints(pod, container),
+            Subject::Pod(pod) => self.pod_hints(pod),
         };
         hints.into_iter().map(|h| ("cpu".to_owned(), h)).collect()
     }
@@ -480,11 +486,11 @@ impl Provider for Cpus {
             return Ok(());
         }
         counts.push(Count::CpuPinning);
-        let own = self.give(pod::uid(pod), role, &container.name, number, affinity);
+        let own = self.allocate_container(pod::uid(pod), role, &container.name, number, affinity);
         let full = self.options.full_cores;
         match &own {
             Ok(own) => {
-                let caches = self.topology.cpus.only(own).groups(Level::Cache);
+                let caches = self.topology.cpus.intersection(own).groups(Level::Cache);
                 counts.extend((caches.len() == 1).then_some(Count::OneCache));
                 counts.extend(full.then_some(Count::WholeCores));
             }
@@ -511,7 +517,7 @@ fn check_options(
     if alignment == Some(Policy::SingleNode) {
         return Err("cpuManagerPolicyOptions.align-by-socket contradicts topologyManagerPolicy: single-numa-node: remove one of them".into());
     }
-    let number = |level| topology.number_of(level);
+    let number = |level| topology.group_count(level);
     if number(Level::Socket) > number(Level::Node) {
         return Err(format!(
             "cpuManagerPolicyOptions.align-by-socket has no effect on this machine, which has {} sockets and {} NUMA nodes: remove it",
@@ -545,7 +551,7 @@ fn wanted_by_pod(pod: &Pod) -> usize {
         let number = u64::try_from(wanted(pod, container)).unwrap_or(u64::MAX);
         BTreeMap::from([("cpu".to_owned(), number)])
     };
-    let most = most_at_a_time(pod, of).get("cpu").copied().unwrap_or(0);
+    let most = max_concurrent(pod, of).get("cpu").copied().unwrap_or(0);
     usize::try_from(most).unwrap_or(usize::MAX)
 }
 

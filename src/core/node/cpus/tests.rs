@@ -72,19 +72,19 @@ fn cpus_are_taken_in_the_kubelets_order() {
             let (way, rest) = question.split_once(' ').expect("a manner");
             let (number, free) = rest.split_once(" of ").expect("a number");
             let way = match way.strip_prefix("nodes-") {
-                Some(group) => Way {
-                    over_nodes: group.parse().ok(),
-                    ..Way::default()
+                Some(group) => TakeOptions {
+                    numa_group_size: group.parse().ok(),
+                    ..TakeOptions::default()
                 },
-                None => Way {
+                None => TakeOptions {
                     spread: way == "spread",
-                    caches: way == "caches",
-                    over_nodes: None,
+                    align_to_caches: way == "caches",
+                    numa_group_size: None,
                 },
             };
             let number = number.parse().expect("a number");
             let taken = accumulator::take(&topology, &set(free), number, way);
-            let taken = taken.map_or("none".to_owned(), |taken| list(&taken));
+            let taken = taken.map_or("none".to_owned(), |taken| format_list(&taken));
             if taken != answer {
                 differences.push(format!("{name}: {line}, but got {taken}"));
             }
@@ -144,7 +144,7 @@ fn given(managers: &Managers, uid: &str) -> Vec<(String, String)> {
     let pinning = managers.pinning();
     let containers = pinning.exclusive.get(uid).into_iter().flatten();
     containers
-        .map(|(name, set)| (name.clone(), list(set)))
+        .map(|(name, set)| (name.clone(), format_list(set)))
         .collect()
 }
 
@@ -152,7 +152,7 @@ fn shared(managers: &Managers) -> String {
     managers
         .pinning()
         .shared
-        .map(|set| list(&set))
+        .map(|set| format_list(&set))
         .unwrap_or_default()
 }
 
@@ -213,7 +213,7 @@ fn init_containers_pass_on_their_cpus_and_sidecars_keep_theirs() {
     let all = managers.pinning().exclusive["a"].clone();
     let own = |name: &str| all[name].clone();
     let together: CpuSet = all.values().flatten().copied().collect();
-    assert_eq!(shared(&managers), list(&(&set("0-7") - &together)));
+    assert_eq!(shared(&managers), format_list(&(&set("0-7") - &together)));
     let sidecar = own("sidecar-1");
     assert!(sidecar.is_disjoint(&own("main-0")) && sidecar.is_disjoint(&own("init-2")));
     assert!(own("main-0").is_subset(&own("init-0")));
@@ -330,13 +330,13 @@ fn a_checkpoint_is_restored_or_rejected_with_the_remedy() {
 fn cpus_of_running_containers_are_not_resized() {
     let managers = manager("laptop", Options::default(), "0");
     let (one, two) = (pod("a", &[("main", "1")]), pod("a", &[("main", "2")]));
-    assert_eq!(managers.resize(&one, &one), Ok(()));
-    let refusal = managers.resize(&one, &two).expect_err("a rejection");
+    assert_eq!(managers.check_resize(&one, &one), Ok(()));
+    let refusal = managers.check_resize(&one, &two).expect_err("a rejection");
     assert_eq!(refusal.reason, "Infeasible");
     let detail = refusal.infeasible.map(Infeasible::detail);
     assert_eq!(detail, Some("guaranteed_pod_cpu_manager_static_policy"));
     assert!(refusal.message.contains("CPU Manager policy \"static\""));
-    assert_eq!(Managers::default().resize(&one, &two), Ok(()));
+    assert_eq!(Managers::default().check_resize(&one, &two), Ok(()));
 }
 
 fn aligned(policy: Policy, scope: Scope, options: Options) -> Managers {
@@ -344,7 +344,7 @@ fn aligned(policy: Policy, scope: Scope, options: Options) -> Managers {
         policy,
         scope,
         closest: false,
-        most_nodes: 8,
+        max_nodes: 8,
     };
     let rules = managers::Rules {
         alignment: Some(alignment),
@@ -409,7 +409,7 @@ fn too_many_numa_nodes_are_rejected() {
         policy: Policy::BestEffort,
         scope: Scope::Pod,
         closest: false,
-        most_nodes: 7,
+        max_nodes: 7,
     };
     let machine = named("two sockets, four nodes each, no SMT");
     let error = Alignment::new(rules, &machine.topology).expect_err("eight nodes");
@@ -472,7 +472,7 @@ proptest! {
             policy,
             scope: if pod_scope { Scope::Pod } else { Scope::Container },
             closest: false,
-            most_nodes: 8,
+            max_nodes: 8,
         });
         let Ok(mut managers) = Managers::new(&rules, &machine, &Checkpoints::default()) else {
             // `align-by-socket` is invalid on some machines.

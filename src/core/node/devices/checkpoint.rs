@@ -115,11 +115,11 @@ fn printed(data: &Data) -> String {
             entry.pod_uid, entry.container_name, entry.resource_name
         );
         let devices = map(entry.device_ids.as_ref());
-        let answer = list(entry.answer().as_deref());
+        let response = list(entry.response().as_deref());
         // Writing to a string does not fail.
         let _ = write!(
             text,
-            " DeviceIDs:(checkpoint.DevicesPerNUMA){devices} AllocResp:([]uint8){answer}}}"
+            " DeviceIDs:(checkpoint.DevicesPerNUMA){devices} AllocResp:([]uint8){response}}}"
         );
         text
     };
@@ -137,7 +137,7 @@ fn printed(data: &Data) -> String {
 impl Entry {
     /// The plugin's Allocate response as protobuf; `None` if absent or not base64.
     #[must_use]
-    pub fn answer(&self) -> Option<Vec<u8>> {
+    pub fn response(&self) -> Option<Vec<u8>> {
         use base64::Engine as _;
         let engine = base64::engine::general_purpose::STANDARD;
         engine.decode(self.alloc_resp.as_ref()?).ok()
@@ -145,9 +145,9 @@ impl Entry {
 
     /// Encodes a protobuf response for [`Entry::alloc_resp`].
     #[must_use]
-    pub fn encoded(answer: &[u8]) -> String {
+    pub fn encoded(response: &[u8]) -> String {
         use base64::Engine as _;
-        base64::engine::general_purpose::STANDARD.encode(answer)
+        base64::engine::general_purpose::STANDARD.encode(response)
     }
 }
 
@@ -174,7 +174,7 @@ mod tests {
         }
         let data = read(FILES[2]).expect("a checkpoint");
         let entries = data.pod_device_entries.expect("entries");
-        assert_eq!(entries[0].answer(), Some(vec![10, 0, 255]));
+        assert_eq!(entries[0].response(), Some(vec![10, 0, 255]));
         assert_eq!(Entry::encoded(&[10, 0, 255]), "CgD/");
     }
 

@@ -25,8 +25,8 @@ impl Devices {
     }
 
     fn health_of(&self, allocations: &Allocations) -> OfContainer {
-        let given = allocations.iter().filter(|(_, own)| own.answer.is_some());
-        let of_resource = given.map(|(resource, own)| {
+        let allocated = allocations.iter().filter(|(_, own)| own.response.is_some());
+        let of_resource = allocated.map(|(resource, own)| {
             let ids = own.devices.keys();
             let devices = ids.map(|id| (id.clone(), self.device_health(resource, id).into()));
             (resource.clone(), devices.collect())

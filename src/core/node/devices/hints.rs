@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::super::admit::Refusal;
-use super::super::hints::{Asker, Count, Hint, Hints, NodeMask, Provider, most_at_a_time};
+use super::super::hints::{Count, Hint, Hints, NodeMask, Provider, Subject, max_concurrent};
 use super::{Devices, Resource, Slot, wanted};
 use crate::core::pod::{self, Role};
 
@@ -19,12 +19,12 @@ pub struct NearNodes<'a> {
 }
 
 impl Provider for NearNodes<'_> {
-    fn hints(&self, asker: Asker<'_>) -> Hints {
-        match asker {
-            Asker::Container(pod, container) => {
+    fn hints(&self, subject: Subject<'_>) -> Hints {
+        match subject {
+            Subject::Container(pod, container) => {
                 self.devices.container_hints(pod, container, self.nodes)
             }
-            Asker::Pod(pod) => self.devices.pod_hints(pod, self.nodes),
+            Subject::Pod(pod) => self.devices.pod_hints(pod, self.nodes),
         }
     }
 
@@ -61,7 +61,7 @@ impl Devices {
                 Some(own) => (own.devices.keys().cloned().collect(), BTreeSet::new()),
                 None => (self.free(resource), self.reusable(pod, resource)),
             };
-            self.offer_nodes(
+            self.add_hints(
                 &mut hints,
                 nodes,
                 resource,
@@ -82,24 +82,24 @@ impl Devices {
             amounts.map(amount).collect()
         };
         let mut hints = Hints::new();
-        for (resource, requested) in most_at_a_time(pod, of) {
+        for (resource, requested) in max_concurrent(pod, of) {
             let requested = usize::try_from(requested).unwrap_or(usize::MAX);
             let containers = self.pods.get(pod::uid(pod)).into_iter().flatten();
             let own = containers.filter_map(|(_, allocations)| allocations.get(&resource));
             let own: BTreeSet<String> = own.flat_map(|a| a.devices.keys().cloned()).collect();
             let available = match own.len() {
                 0 => self.free(&resource),
-                held if held == requested => own,
+                count if count == requested => own,
                 _ => BTreeSet::new(),
             };
             let sets = (&available, &BTreeSet::new());
-            self.offer_nodes(&mut hints, nodes, &resource, sets, requested);
+            self.add_hints(&mut hints, nodes, &resource, sets, requested);
         }
         hints
     }
 
     /// Adds the hints of a resource, given its available devices and those reusable from init containers.
-    fn offer_nodes(
+    fn add_hints(
         &self,
         hints: &mut Hints,
         nodes: &BTreeSet<i64>,
@@ -139,7 +139,7 @@ fn combinations(
         let device = known.devices.get(id);
         device.is_some_and(|d| !d.numa.is_disjoint(set))
     };
-    let has_place = |id: &&String| known.devices.get(*id).is_some_and(|d| !d.numa.is_empty());
+    let has_node = |id: &&String| known.devices.get(*id).is_some_and(|d| !d.numa.is_empty());
     let mut fewest = with_devices.len();
     let mut found = vec![];
     for set in subsets(&with_devices) {
@@ -148,7 +148,7 @@ fn combinations(
             fewest = fewest.min(set.len());
         }
         // Devices of the pod's init containers are reused, so the set must include their nodes.
-        let reused: Vec<&String> = reusable.iter().filter(has_place).collect();
+        let reused: Vec<&String> = reusable.iter().filter(has_node).collect();
         if !reused.iter().all(|id| near(&set, id)) {
             continue;
         }

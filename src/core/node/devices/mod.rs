@@ -4,10 +4,10 @@
 //! Admission reserves all devices of a pod at once; plugins are called afterwards. So no decision waits for a call, and
 //! a plugin's preference can only exchange a reserved device for a free one.
 
-mod answers;
 pub mod checkpoint;
 mod health;
 mod hints;
+mod responses;
 #[cfg(test)]
 mod tests;
 
@@ -23,8 +23,8 @@ use crate::core::pod::resources::Amounts;
 use crate::core::pod::{self, Role};
 use crate::core::quantity::Quantity;
 use crate::core::time;
-pub use answers::Given;
 pub use hints::NearNodes;
+pub use responses::DeviceConfig;
 
 /// How long a resource stays advertised after its plugin disconnected.
 pub const GRACE: SignedDuration = SignedDuration::from_mins(5);
@@ -70,7 +70,7 @@ struct Allocation {
     /// Device ids with their NUMA nodes.
     devices: BTreeMap<String, BTreeSet<i64>>,
     /// The plugin's Allocate response; `None` until the plugin has been called.
-    answer: Option<ContainerAllocateResponse>,
+    response: Option<ContainerAllocateResponse>,
     /// Devices that are shared with the pod's init containers.
     reused: BTreeSet<String>,
     /// Preferred NUMA nodes; `None` without preference.
@@ -88,7 +88,7 @@ pub struct Slot {
 
 /// Request for a plugin's preferred devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Offer {
+pub struct PreferenceRequest {
     /// The devices to choose from.
     pub available: BTreeSet<String>,
     /// Devices that the choice must include.
@@ -97,10 +97,10 @@ pub struct Offer {
     pub size: usize,
 }
 
-impl Offer {
+impl PreferenceRequest {
     /// Whether anything remains to be chosen.
     #[must_use]
-    pub fn leaves_a_choice(&self) -> bool {
+    pub fn has_choice(&self) -> bool {
         self.must_include.len() < self.size
     }
 }
@@ -128,7 +128,7 @@ pub enum DeviceError {
     NoneHealthy(String),
     /// The container's allocation differs in size from its spec.
     #[error(
-        "container {container:?} changed request for resource {resource:?} from {held} to {requested}"
+        "container {container:?} changed request for resource {resource:?} from {allocated} to {requested}"
     )]
     Changed {
         /// The container.
@@ -136,7 +136,7 @@ pub enum DeviceError {
         /// The resource.
         resource: String,
         /// Number of allocated devices.
-        held: usize,
+        allocated: usize,
         /// Number in the spec.
         requested: usize,
     },
@@ -178,7 +178,7 @@ type Allocations = BTreeMap<String, Allocation>;
 
 /// A pod's allocations, by container.
 #[derive(Debug, Clone, Default)]
-pub struct Holding(BTreeMap<String, Allocations>);
+pub struct Snapshot(BTreeMap<String, Allocations>);
 
 /// All devices and their allocations.
 #[derive(Debug, Clone, Default)]
@@ -265,7 +265,12 @@ impl Devices {
 
     /// Records the plugin's list of devices; returns whether it differs from the previous list. Lists from an outdated
     /// registration are ignored.
-    pub fn list(&mut self, resource: &str, number: u64, devices: BTreeMap<String, Device>) -> bool {
+    pub fn set_devices(
+        &mut self,
+        resource: &str,
+        number: u64,
+        devices: BTreeMap<String, Device>,
+    ) -> bool {
         let Some(known) = self.registered(resource, number) else {
             return false;
         };
@@ -276,7 +281,7 @@ impl Devices {
 
     /// Records that the plugin disconnected: its devices still count towards capacity, but none can be allocated.
     /// Returns whether that registration was the newest.
-    pub fn lose(&mut self, resource: &str, number: u64, now: Timestamp) -> bool {
+    pub fn disconnect(&mut self, resource: &str, number: u64, now: Timestamp) -> bool {
         let Some(known) = self.registered(resource, number) else {
             return false;
         };
@@ -291,14 +296,14 @@ impl Devices {
     pub fn expire(&mut self, now: Timestamp) -> bool {
         let before = self.resources.len();
         self.resources.retain(|name, resource| {
-            let stays = match resource.plugin {
+            let is_kept = match resource.plugin {
                 Plugin::Registered(_) => true,
                 Plugin::Gone(since) => now < time::later(since, GRACE),
             };
-            if !stays {
+            if !is_kept {
                 self.removed.insert(name.clone());
             }
-            stays
+            is_kept
         });
         self.resources.len() != before
     }
@@ -334,16 +339,16 @@ impl Devices {
     pub fn allocatable_for(&self, uid: &str) -> Amounts {
         let mut amounts = self.amounts().1;
         if self.pods.contains_key(uid) {
-            for resource in self.held_resources() {
-                let given = number(self.in_use(&resource).len());
+            for resource in self.allocated_resources() {
+                let allocated = number(self.in_use(&resource).len());
                 let amount = amounts.entry(resource).or_default();
-                *amount = (*amount).max(given);
+                *amount = (*amount).max(allocated);
             }
         }
         amounts
     }
 
-    fn held_resources(&self) -> BTreeSet<String> {
+    fn allocated_resources(&self) -> BTreeSet<String> {
         let containers = self.pods.values().flat_map(BTreeMap::values);
         containers.flat_map(BTreeMap::keys).cloned().collect()
     }
@@ -365,7 +370,7 @@ impl Devices {
 
     /// Whether a resource belongs to a plugin: registered now or before, or allocated to a container.
     fn knows(&self, resource: &str) -> bool {
-        self.resources.contains_key(resource) || self.held_resources().contains(resource)
+        self.resources.contains_key(resource) || self.allocated_resources().contains(resource)
     }
 
     fn allocation(&self, uid: &str, slot: &Slot) -> Option<&Allocation> {
@@ -373,14 +378,14 @@ impl Devices {
         containers.get(&slot.container)?.get(&slot.resource)
     }
 
-    /// The pod's current allocations, for [`Devices::put_back`].
+    /// The pod's current allocations, for [`Devices::restore`].
     #[must_use]
-    pub fn holding(&self, uid: &str) -> Holding {
-        Holding(self.pods.get(uid).cloned().unwrap_or_default())
+    pub fn snapshot(&self, uid: &str) -> Snapshot {
+        Snapshot(self.pods.get(uid).cloned().unwrap_or_default())
     }
 
     /// Restores a pod's allocations.
-    pub fn put_back(&mut self, uid: &str, before: Holding) {
+    pub fn restore(&mut self, uid: &str, before: Snapshot) {
         match before.0.is_empty() {
             true => self.pods.remove(uid),
             false => self.pods.insert(uid.to_owned(), before.0),
@@ -389,7 +394,7 @@ impl Devices {
 
     /// Allocations of a pod that still need a call to the plugin, init containers first.
     #[must_use]
-    pub fn unanswered(&self, pod: &Pod) -> Vec<Slot> {
+    pub fn pending_calls(&self, pod: &Pod) -> Vec<Slot> {
         let uid = pod::uid(pod);
         let containers = pod::containers(pod);
         let slots = containers
@@ -397,13 +402,13 @@ impl Devices {
             .flat_map(|(_, c)| self.slots(uid, &c.name));
         let is_open = |slot: &Slot| {
             let own = self.allocation(uid, slot);
-            own.is_some_and(|own| own.answer.is_none())
+            own.is_some_and(|own| own.response.is_none())
         };
         slots.filter(is_open).collect()
     }
 
     /// Reserves the devices that a container requests; existing allocations stay. Call it for the pod's containers in
-    /// order, init containers first. On error, earlier reservations remain; [`Devices::put_back`] reverts them.
+    /// order, init containers first. On error, earlier reservations remain; [`Devices::restore`] reverts them.
     pub fn reserve_container(
         &mut self,
         pod: &Pod,
@@ -419,13 +424,13 @@ impl Devices {
                 container: container.name.clone(),
                 resource: resource.clone(),
             };
-            let held = self.allocation(uid, &slot).map(|own| own.devices.len());
-            match held {
-                Some(held) if held != requested => {
+            let allocated = self.allocation(uid, &slot).map(|own| own.devices.len());
+            match allocated {
+                Some(allocated) if allocated != requested => {
                     return Err(DeviceError::Changed {
                         container: slot.container,
                         resource: slot.resource,
-                        held,
+                        allocated,
                         requested,
                     });
                 }
@@ -450,17 +455,17 @@ impl Devices {
             .filter(|c| !pod::is_sidecar(c))
             .map(|c| c.name.as_str())
             .collect();
-        let (mut ended, mut lasting) = (BTreeSet::new(), BTreeSet::new());
+        let (mut of_init, mut of_others) = (BTreeSet::new(), BTreeSet::new());
         for (name, allocations) in self.pods.get(pod::uid(pod)).into_iter().flatten() {
             let ids = allocations.get(resource).into_iter();
             let ids = ids.flat_map(|own| own.devices.keys().cloned());
             if init.contains(name.as_str()) {
-                ended.extend(ids);
+                of_init.extend(ids);
             } else {
-                lasting.extend(ids);
+                of_others.extend(ids);
             }
         }
-        &ended - &lasting
+        &of_init - &of_others
     }
 
     /// Chooses devices: reusable ones first, then free ones near the preferred NUMA nodes, then any.
@@ -495,7 +500,7 @@ impl Devices {
         let devices = chosen.map(|id| (id.clone(), known.devices[id].numa.clone()));
         Ok(Allocation {
             devices: devices.collect(),
-            answer: None,
+            response: None,
             reused: reused.clone(),
             affinity: affinity.cloned(),
         })
@@ -504,7 +509,7 @@ impl Devices {
     /// Request for the plugin's preference. If there are enough near devices, the choice is among them; otherwise all
     /// near devices are mandatory.
     #[must_use]
-    pub fn offer(&self, uid: &str, slot: &Slot) -> Option<Offer> {
+    pub fn preference_request(&self, uid: &str, slot: &Slot) -> Option<PreferenceRequest> {
         let own = self.allocation(uid, slot)?;
         let known = self.resources.get(&slot.resource)?;
         let mut available = self.free(&slot.resource);
@@ -524,7 +529,7 @@ impl Devices {
         } else {
             must_include.extend(near);
         }
-        Some(Offer {
+        Some(PreferenceRequest {
             available,
             must_include,
             size: own.devices.len(),
@@ -533,35 +538,40 @@ impl Devices {
 
     /// Applies the plugin's preference to devices that were offered and are still free. Containers that reuse an
     /// exchanged device follow.
-    pub fn prefer(&mut self, uid: &str, slot: &Slot, preferred: &[String]) {
-        let (Some(offer), Some(own)) = (self.offer(uid, slot), self.allocation(uid, slot)) else {
+    pub fn apply_preference(&mut self, uid: &str, slot: &Slot, preferred: &[String]) {
+        let (Some(request), Some(own)) = (
+            self.preference_request(uid, slot),
+            self.allocation(uid, slot),
+        ) else {
             return;
         };
-        let preferred = preferred.iter().filter(|id| offer.available.contains(*id));
-        let order = offer.must_include.iter().chain(preferred);
+        let preferred = preferred
+            .iter()
+            .filter(|id| request.available.contains(*id));
+        let order = request.must_include.iter().chain(preferred);
         let mut chosen: BTreeSet<String> = BTreeSet::new();
         for id in order.chain(own.devices.keys()) {
-            if chosen.len() < offer.size {
+            if chosen.len() < request.size {
                 chosen.insert(id.clone());
             }
         }
-        let given_up: Vec<String> = own
+        let removed: Vec<String> = own
             .devices
             .keys()
             .filter(|id| !chosen.contains(*id))
             .cloned()
             .collect();
-        let taken: Vec<String> = chosen
+        let added: Vec<String> = chosen
             .into_iter()
             .filter(|id| !own.devices.contains_key(id))
             .collect();
-        for (old, new) in given_up.iter().zip(&taken) {
-            self.exchange(uid, &slot.resource, old, new);
+        for (old, new) in removed.iter().zip(&added) {
+            self.replace_device(uid, &slot.resource, old, new);
         }
     }
 
     /// Exchanges a device in all containers of a pod whose plugin has not been called yet.
-    fn exchange(&mut self, uid: &str, resource: &str, old: &str, new: &str) {
+    fn replace_device(&mut self, uid: &str, resource: &str, old: &str, new: &str) {
         let numa = self
             .resources
             .get(resource)
@@ -573,7 +583,7 @@ impl Devices {
             let Some(own) = allocations.get_mut(resource) else {
                 continue;
             };
-            if own.answer.is_none() && own.devices.remove(old).is_some() {
+            if own.response.is_none() && own.devices.remove(old).is_some() {
                 own.devices.insert(new.to_owned(), numa.clone());
                 if own.reused.remove(old) {
                     own.reused.insert(new.to_owned());
@@ -591,20 +601,25 @@ impl Devices {
     }
 
     /// Records the plugin's Allocate response; returns whether the allocation still exists.
-    pub fn answered(&mut self, uid: &str, slot: &Slot, answer: ContainerAllocateResponse) -> bool {
+    pub fn record_response(
+        &mut self,
+        uid: &str,
+        slot: &Slot,
+        response: ContainerAllocateResponse,
+    ) -> bool {
         let own = self
             .pods
             .get_mut(uid)
             .and_then(|containers| containers.get_mut(&slot.container))
             .and_then(|allocations| allocations.get_mut(&slot.resource));
-        own.map(|own| own.answer = Some(answer)).is_some()
+        own.map(|own| own.response = Some(response)).is_some()
     }
 
     /// Releases a pod's reservations that have no response from the plugin.
-    pub fn abandon(&mut self, uid: &str) {
+    pub fn release_pending(&mut self, uid: &str) {
         if let Some(containers) = self.pods.get_mut(uid) {
             for allocations in containers.values_mut() {
-                allocations.retain(|_, own| own.answer.is_some());
+                allocations.retain(|_, own| own.response.is_some());
             }
             containers.retain(|_, allocations| !allocations.is_empty());
             if containers.is_empty() {
@@ -628,7 +643,7 @@ impl Devices {
     /// If a plugin's resource is missing, replaces the rejection by the device manager's error, because the kubelet
     /// runs the device manager before the predicates.
     #[must_use]
-    pub fn in_words(&self, pod: &Pod, refusal: Refusal) -> Refusal {
+    pub fn as_device_rejection(&self, pod: &Pod, refusal: Refusal) -> Refusal {
         let resource = refusal.reason.strip_prefix("OutOf");
         if !resource.is_some_and(|name| self.knows(name)) {
             return refusal;
@@ -647,7 +662,7 @@ impl Devices {
     /// A resource of the container whose plugin has not listed its devices since the agent started; the devices may not
     /// exist yet.
     #[must_use]
-    pub fn awaited(&self, uid: &str, container: &str) -> Option<&str> {
+    pub fn unlisted_resource(&self, uid: &str, container: &str) -> Option<&str> {
         let allocations = self.pods.get(uid)?.get(container)?;
         let mut resources = allocations.keys();
         let absent = resources.find(|name| self.resources.get(*name).is_none_or(|r| !r.listed));
@@ -668,7 +683,7 @@ impl Devices {
 
     /// A container's devices: resource, device id, NUMA nodes.
     #[must_use]
-    pub fn held(&self, uid: &str, container: &str) -> Vec<(String, String, BTreeSet<i64>)> {
+    pub fn devices_of(&self, uid: &str, container: &str) -> Vec<(String, String, BTreeSet<i64>)> {
         let allocations = self.pods.get(uid).and_then(|pod| pod.get(container));
         let allocations = allocations.into_iter().flatten();
         let rows = allocations.flat_map(|(resource, own)| {
@@ -678,7 +693,7 @@ impl Devices {
         rows.collect()
     }
 
-    /// All healthy devices, in the form of [`Devices::held`].
+    /// All healthy devices, in the form of [`Devices::devices_of`].
     #[must_use]
     pub fn healthy(&self) -> Vec<(String, String, BTreeSet<i64>)> {
         let rows = self.resources.iter().flat_map(|(name, resource)| {

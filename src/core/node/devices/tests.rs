@@ -2,7 +2,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::core::node::hints::{Asker, Hint, Provider as _};
+use crate::core::node::hints::{Hint, Provider as _, Subject};
 
 const THING: &str = "example.com/thing";
 
@@ -12,15 +12,15 @@ type Affinities = BTreeMap<String, BTreeSet<i64>>;
 impl Devices {
     /// Reserves devices for all containers of a pod, or for none; returns the calls to plugins that remain.
     fn reserve(&mut self, pod: &Pod, affinities: &Affinities) -> Result<Vec<Slot>, DeviceError> {
-        let before = self.holding(pod::uid(pod));
+        let before = self.snapshot(pod::uid(pod));
         for (_, container) in pod::containers(pod) {
             let affinity = affinities.get(&container.name);
             if let Err(error) = self.reserve_container(pod, &container, affinity) {
-                self.put_back(pod::uid(pod), before);
+                self.restore(pod::uid(pod), before);
                 return Err(error);
             }
         }
-        Ok(self.unanswered(pod))
+        Ok(self.pending_calls(pod))
     }
 }
 
@@ -68,11 +68,11 @@ fn described(names: &[&str]) -> BTreeMap<String, Device> {
 fn with(names: &[&str]) -> Devices {
     let mut devices = Devices::default();
     devices.register(THING, 1);
-    devices.list(THING, 1, described(names));
+    devices.set_devices(THING, 1, described(names));
     devices
 }
 
-fn answer(text: &str) -> ContainerAllocateResponse {
+fn response(text: &str) -> ContainerAllocateResponse {
     ContainerAllocateResponse {
         envs: [("WHICH".to_owned(), text.to_owned())].into(),
         ..ContainerAllocateResponse::default()
@@ -104,18 +104,27 @@ fn rejections_have_the_kubelets_messages() {
         missing: Amounts::new(),
         infeasible: None,
     };
-    assert_eq!(devices.in_words(&plain("second", 2), shorted), refusal);
+    assert_eq!(
+        devices.as_device_rejection(&plain("second", 2), shorted),
+        refusal
+    );
     let cpu = Refusal {
         reason: "OutOfcpu".into(),
         ..refusal
     };
-    assert_eq!(devices.in_words(&plain("second", 2), cpu.clone()), cpu);
+    assert_eq!(
+        devices.as_device_rejection(&plain("second", 2), cpu.clone()),
+        cpu
+    );
 
-    devices.lose(THING, 1, at(0));
+    devices.disconnect(THING, 1, at(0));
     let error = devices.reserve(&plain("second", 1), &none);
     assert_eq!(error, Err(DeviceError::NoneHealthy(THING.into())));
     let changed = devices.reserve(&plain("first", 2), &none);
-    assert!(matches!(changed, Err(DeviceError::Changed { held: 1, .. })));
+    assert!(matches!(
+        changed,
+        Err(DeviceError::Changed { allocated: 1, .. })
+    ));
     // The allocation stays while the plugin is disconnected.
     assert_eq!(
         devices.reserve(&plain("first", 1), &none),
@@ -156,8 +165,8 @@ fn init_containers_pass_on_their_devices_and_sidecars_keep_theirs() {
     sidecar["restartPolicy"] = "Always".into();
     let spec = json!({"initContainers": [container("first", 2), container("second", 1), sidecar],
         "containers": [container("main", 1), container("other", 1)]});
-    let asked = devices.reserve(&pod("p", &spec), &Affinities::new());
-    assert_eq!(asked.expect("enough devices").len(), 5);
+    let reserved = devices.reserve(&pod("p", &spec), &Affinities::new());
+    assert_eq!(reserved.expect("enough devices").len(), 5);
     let ids = |devices: &Devices, name: &str| devices.ids("p", &slot(name)).join(",");
     let all = |devices: &Devices| {
         ["first", "second", "sidecar", "main", "other"].map(|name| ids(devices, name))
@@ -166,21 +175,23 @@ fn init_containers_pass_on_their_devices_and_sidecars_keep_theirs() {
     assert_eq!(devices.free(THING).len(), 1);
 
     // When the plugin's preference changes an init container's device, the containers that reuse it follow.
-    let offer = devices.offer("p", &slot("first")).expect("reserved");
+    let offer = devices
+        .preference_request("p", &slot("first"))
+        .expect("reserved");
     assert_eq!((offer.size, offer.must_include.len()), (2, 0));
     assert_eq!(offer.available.len(), 3, "{offer:?}");
-    devices.prefer(
+    devices.apply_preference(
         "p",
         &slot("first"),
         &["d".into(), "nonsense".into(), "c".into()],
     );
     assert_eq!(all(&devices), ["a,d", "a", "a", "d", "c"]);
-    assert!(devices.answered("p", &slot("first"), answer("x")));
+    assert!(devices.record_response("p", &slot("first"), response("x")));
     // Reused devices stay, and devices of other containers cannot be taken.
-    devices.prefer("p", &slot("main"), &["b".into()]);
-    devices.prefer("p", &slot("other"), &["a".into(), "b".into()]);
+    devices.apply_preference("p", &slot("main"), &["b".into()]);
+    devices.apply_preference("p", &slot("other"), &["a".into(), "b".into()]);
     assert_eq!(all(&devices), ["a,d", "a", "a", "d", "b"]);
-    devices.abandon("p");
+    devices.release_pending("p");
     assert_eq!(all(&devices), ["a,d", "", "", "", ""]);
     assert!(devices.release("p"));
     assert_eq!(devices.free(THING).len(), 4);
@@ -202,7 +213,9 @@ fn devices_on_the_preferred_numa_nodes_come_first() {
         let near = node.map(|node| ("c".to_owned(), BTreeSet::from([node])));
         let reserved = devices.reserve(&plain("p", wanted), &near.into_iter().collect());
         reserved.expect("enough devices");
-        let offer = devices.offer("p", &slot("c")).expect("reserved");
+        let offer = devices
+            .preference_request("p", &slot("c"))
+            .expect("reserved");
         let available: Vec<String> = offer.available.into_iter().collect();
         assert_eq!(
             (
@@ -245,7 +258,7 @@ fn hints_list_the_numa_nodes_that_suffice() {
             devices: &mut devices,
             nodes: &[0, 1].into(),
         };
-        let hints = near.hints(Asker::Container(&pod, &containers[1].1));
+        let hints = near.hints(Subject::Container(&pod, &containers[1].1));
         let text = |hint: &Hint| {
             let nodes = hint.nodes.unwrap_or_default().nodes();
             let nodes: String = nodes.iter().map(ToString::to_string).collect();
@@ -265,11 +278,11 @@ fn hints_list_the_numa_nodes_that_suffice() {
 fn a_resource_is_removed_five_minutes_after_its_plugin() {
     let mut devices = with(&["a", "b", "c!"]);
     assert_eq!(amounts_of(&devices), (3, 2));
-    assert!(!devices.list(THING, 1, described(&["a", "b", "c!"])));
-    assert!(devices.list(THING, 1, described(&["a!", "b", "c!"])));
+    assert!(!devices.set_devices(THING, 1, described(&["a", "b", "c!"])));
+    assert!(devices.set_devices(THING, 1, described(&["a!", "b", "c!"])));
     assert_eq!(amounts_of(&devices), (3, 1));
     devices.reserve(&plain("p", 1), &Affinities::new()).ok();
-    assert!(devices.lose(THING, 1, at(100)));
+    assert!(devices.disconnect(THING, 1, at(100)));
     assert_eq!(amounts_of(&devices), (3, 0));
     // A pod that has a device is still admitted.
     assert_eq!(devices.allocatable_for("p")[THING].units(), 1);
@@ -281,11 +294,11 @@ fn a_resource_is_removed_five_minutes_after_its_plugin() {
     assert_eq!(devices.next_expiry(), None);
 
     devices.register(THING, 2);
-    devices.list(THING, 2, described(&["a"]));
+    devices.set_devices(THING, 2, described(&["a"]));
     assert_eq!(amounts_of(&devices), (1, 1));
     // Calls for an outdated registration are ignored.
-    assert!(!devices.list(THING, 1, described(&[])));
-    assert!(!devices.lose(THING, 1, at(500)));
+    assert!(!devices.set_devices(THING, 1, described(&[])));
+    assert!(!devices.disconnect(THING, 1, at(500)));
     assert_eq!(amounts_of(&devices), (1, 1));
 }
 
@@ -295,20 +308,20 @@ fn a_restart_keeps_the_devices_of_containers() {
     devices
         .reserve(&plain("p", 2), &Affinities::new())
         .expect("free");
-    assert!(devices.answered("p", &slot("c"), answer("two")));
+    assert!(devices.record_response("p", &slot("c"), response("two")));
     devices
         .reserve(&plain("unanswered", 1), &Affinities::new())
         .expect("free");
 
-    let text = checkpoint::write(devices.to_keep());
+    let text = checkpoint::write(devices.checkpoint_data());
     let data = checkpoint::read(&text).expect("a checkpoint");
-    let mut restarted = Devices::restored(data, at(0));
-    assert_eq!(restarted.held("p", "c"), devices.held("p", "c"));
-    assert_eq!(restarted.given("p", "c"), devices.given("p", "c"));
-    assert_eq!(restarted.given("p", "c").env[0].1, "two");
-    assert!(restarted.held("unanswered", "c").is_empty());
+    let mut restarted = Devices::from_checkpoint(data, at(0));
+    assert_eq!(restarted.devices_of("p", "c"), devices.devices_of("p", "c"));
+    assert_eq!(restarted.config_of("p", "c"), devices.config_of("p", "c"));
+    assert_eq!(restarted.config_of("p", "c").env[0].1, "two");
+    assert!(restarted.devices_of("unanswered", "c").is_empty());
     assert_eq!(amounts_of(&restarted), (0, 0));
-    assert_eq!(restarted.awaited("p", "c"), Some(THING));
+    assert_eq!(restarted.unlisted_resource("p", "c"), Some(THING));
     assert_eq!(
         restarted.reserve(&plain("p", 2), &Affinities::new()),
         Ok(vec![])
@@ -316,8 +329,8 @@ fn a_restart_keeps_the_devices_of_containers() {
     let refused = restarted.reserve(&plain("q", 1), &Affinities::new());
     assert_eq!(refused, Err(DeviceError::NoneHealthy(THING.into())));
     restarted.register(THING, 1);
-    restarted.list(THING, 1, described(&["a0", "b01", "c"]));
-    assert_eq!(restarted.awaited("p", "c"), None);
+    restarted.set_devices(THING, 1, described(&["a0", "b01", "c"]));
+    assert_eq!(restarted.unlisted_resource("p", "c"), None);
     assert_eq!(restarted.free(THING), BTreeSet::from(["c".to_owned()]));
     assert!(restarted.retain(|uid| uid != "p"));
     assert_eq!(restarted.free(THING).len(), 3);
@@ -328,12 +341,12 @@ fn responses_of_several_plugins_are_merged_and_the_first_wins() {
     use holdfast_proto::deviceplugin as pb;
     let mut devices = with(&["a"]);
     devices.register("example.com/other", 2);
-    devices.list("example.com/other", 2, described(&["x"]));
+    devices.set_devices("example.com/other", 2, described(&["x"]));
     let limits = json!({THING: "1", "example.com/other": "1"});
     let spec = json!({"containers": [{"name": "c", "resources": {"limits": limits}}]});
-    let asked = devices.reserve(&pod("p", &spec), &Affinities::new());
-    for (slot, text) in asked.expect("free").iter().zip(["first", "second"]) {
-        let answer = pb::ContainerAllocateResponse {
+    let reserved = devices.reserve(&pod("p", &spec), &Affinities::new());
+    for (slot, text) in reserved.expect("free").iter().zip(["first", "second"]) {
+        let response = pb::ContainerAllocateResponse {
             envs: [
                 ("SAME".to_owned(), text.to_owned()),
                 (text.to_owned(), String::new()),
@@ -354,9 +367,9 @@ fn responses_of_several_plugins_are_merged_and_the_first_wins() {
                 name: "v/c=d".into(),
             }],
         };
-        assert!(devices.answered("p", slot, answer));
+        assert!(devices.record_response("p", slot, response));
     }
-    let given = devices.given("p", "c");
+    let given = devices.config_of("p", "c");
     let same: Vec<_> = given.env.iter().map(|(k, v)| format!("{k}={v}")).collect();
     assert_eq!(same, ["SAME=first", "first=", "second="]);
     assert_eq!(
@@ -455,7 +468,7 @@ proptest! {
                         let device = Device { healthy: (*state)?, numa: [i as i64 % 2].into() };
                         Some((format!("d{i}"), device))
                     });
-                    devices.list(THING, number, listed.collect());
+                    devices.set_devices(THING, number, listed.collect());
                 }
                 Change::Reserve(p, sizes, affinity) => {
                     let uid = format!("p{p}");
@@ -483,7 +496,7 @@ proptest! {
                     let preferred: Vec<String> = ids.iter().map(|i| format!("d{i}")).collect();
                     for name in NAMES {
                         let before = devices.ids(&uid, &slot(name));
-                        devices.prefer(&uid, &slot(name), &preferred);
+                        devices.apply_preference(&uid, &slot(name), &preferred);
                         let after = devices.ids(&uid, &slot(name));
                         prop_assert_eq!(before.len(), after.len());
                         let healthy: BTreeSet<String> = devices.healthy().into_iter().map(|(_, id, _)| id).collect();
@@ -491,18 +504,18 @@ proptest! {
                     }
                 }
                 Change::Answer(p) => for name in NAMES {
-                    devices.answered(&format!("p{p}"), &slot(name), answer("x"));
+                    devices.record_response(&format!("p{p}"), &slot(name), response("x"));
                 },
-                Change::Abandon(p) => devices.abandon(&format!("p{p}")),
+                Change::Abandon(p) => devices.release_pending(&format!("p{p}")),
                 Change::Release(p) => {
                     devices.release(&format!("p{p}"));
                 }
                 Change::Lose => {
-                    devices.lose(THING, number, at(0));
+                    devices.disconnect(THING, number, at(0));
                 }
                 Change::Restart => {
-                    let text = checkpoint::write(devices.to_keep());
-                    devices = Devices::restored(checkpoint::read(&text).expect("a checkpoint"), at(0));
+                    let text = checkpoint::write(devices.checkpoint_data());
+                    devices = Devices::from_checkpoint(checkpoint::read(&text).expect("a checkpoint"), at(0));
                 }
             }
             check_owners(&devices);
@@ -524,7 +537,7 @@ fn device_health_follows_the_plugin() {
         BTreeMap::new(),
         "reserved devices are not allocated yet"
     );
-    assert!(devices.answered("p", &slot("c"), answer("a")));
+    assert!(devices.record_response("p", &slot("c"), response("a")));
     let of = |devices: &Devices| {
         let health = devices.health("p");
         assert_eq!(devices.health_of_all().get("p"), Some(&health));
@@ -534,36 +547,36 @@ fn device_health_follows_the_plugin() {
     };
     assert_eq!(of(&devices), Health::Healthy);
     assert_eq!(devices.health("other"), BTreeMap::new());
-    assert!(devices.list(THING, 1, described(&["a!", "b"])));
+    assert!(devices.set_devices(THING, 1, described(&["a!", "b"])));
     assert_eq!(of(&devices), Health::Unhealthy);
-    assert!(devices.list(THING, 1, described(&["b"])));
+    assert!(devices.set_devices(THING, 1, described(&["b"])));
     assert_eq!(
         of(&devices),
         Health::Unknown,
         "the plugin no longer lists it"
     );
-    assert!(devices.list(THING, 1, described(&["a!", "b!"])));
+    assert!(devices.set_devices(THING, 1, described(&["a!", "b!"])));
     // After the plugin reconnects, health is unknown until it lists its devices, even if the list is unchanged.
-    assert!(devices.lose(THING, 1, at(0)));
+    assert!(devices.disconnect(THING, 1, at(0)));
     assert_eq!(of(&devices), Health::Unknown);
     devices.register(THING, 2);
     assert_eq!(of(&devices), Health::Unknown);
     assert!(
-        devices.list(THING, 2, described(&["a!", "b!"])),
+        devices.set_devices(THING, 2, described(&["a!", "b!"])),
         "the health has changed"
     );
     assert_eq!(of(&devices), Health::Unhealthy);
     // A new registration without a disconnect changes nothing.
-    assert!(devices.list(THING, 2, described(&["a", "b"])));
+    assert!(devices.set_devices(THING, 2, described(&["a", "b"])));
     devices.register(THING, 3);
     assert_eq!(of(&devices), Health::Healthy);
     // After a restart, allocations are known but health is not. If the plugin does not return, health becomes unknown.
-    let mut restarted = Devices::restored(devices.to_keep(), at(10));
+    let mut restarted = Devices::from_checkpoint(devices.checkpoint_data(), at(10));
     assert_eq!(of(&restarted), Health::NotReported);
     let mut back = restarted.clone();
     back.register(THING, 1);
     assert_eq!(of(&back), Health::NotReported);
-    back.list(THING, 1, described(&["a"]));
+    back.set_devices(THING, 1, described(&["a"]));
     assert_eq!(of(&back), Health::Healthy);
     assert!(restarted.expire(at(10) + GRACE));
     assert_eq!(of(&restarted), Health::Unknown);

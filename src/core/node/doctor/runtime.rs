@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use super::judge::{fault, ok};
+use super::evaluate::{fault, ok};
 use super::{Finding, RuntimeFacts, Severity};
 
 /// The runtime's configuration.
@@ -48,7 +48,7 @@ impl Details {
             .is_some_and(|kind| kind.starts_with("io.containerd.runc."));
         let systemd = handler["options"]["SystemdCgroup"].as_bool();
         let first = |lists: [Vec<PathBuf>; 3]| lists.into_iter().find(|list| !list.is_empty());
-        let (told, cni) = (&loaded["PluginDirs"], &config["cni"]);
+        let (plugin_dirs, cni) = (&loaded["PluginDirs"], &config["cni"]);
         let conf_dirs = [
             paths(&loaded["PluginConfDir"]),
             paths(&cni["confDir"]),
@@ -59,8 +59,12 @@ impl Details {
             systemd: systemd.or(is_runc.then_some(false)),
             sandbox_image: config["sandboxImage"].as_str().map(str::to_owned),
             conf_dir: first(conf_dirs).and_then(|dirs| dirs.into_iter().next()),
-            bin_dirs: first([paths(told), paths(&cni["binDirs"]), paths(&cni["binDir"])])
-                .unwrap_or_default(),
+            bin_dirs: first([
+                paths(plugin_dirs),
+                paths(&cni["binDirs"]),
+                paths(&cni["binDir"]),
+            ])
+            .unwrap_or_default(),
         }
     }
 }
@@ -86,7 +90,7 @@ pub struct NetworkFacts {
 }
 
 impl NetworkFacts {
-    fn places(&self) -> (String, String) {
+    fn directories(&self) -> (String, String) {
         let dirs = self.bin_dirs.iter().map(|dir| dir.display().to_string());
         let dirs = dirs.collect::<Vec<String>>().join(" or ");
         (self.conf_dir.display().to_string(), dirs)
@@ -129,10 +133,10 @@ pub(super) fn not_ready(why: &str, facts: Option<&NetworkFacts>) -> Finding {
 
 /// How to install a network plugin, with the runtime's directories if they are known.
 fn how_to_install(facts: Option<&NetworkFacts>) -> String {
-    let (conf_dir, bin_dirs) = facts.map(NetworkFacts::places).unwrap_or_default();
-    let or = |told: String, usual: &str| match told.is_empty() {
+    let (conf_dir, bin_dirs) = facts.map(NetworkFacts::directories).unwrap_or_default();
+    let or = |known: String, usual: &str| match known.is_empty() {
         true => usual.to_owned(),
-        false => told,
+        false => known,
     };
     format!(
         "install a network plugin: its configuration goes to {}, its binaries to {}",
@@ -141,10 +145,10 @@ fn how_to_install(facts: Option<&NetworkFacts>) -> String {
     )
 }
 
-/// Findings about the CNI configuration. `is_told` is whether a missing network was already reported.
-pub(super) fn network(facts: &NetworkFacts, is_told: bool) -> Vec<Finding> {
+/// Findings about the CNI configuration. `already_reported` is whether a missing network was already reported.
+pub(super) fn network(facts: &NetworkFacts, already_reported: bool) -> Vec<Finding> {
     let no_start = "only host-network pods start: the sandboxes of others cannot be created";
-    let (conf_dir, bin_dirs) = facts.places();
+    let (conf_dir, bin_dirs) = facts.directories();
     let Some(PodNetwork { file, content }) = &facts.first else {
         let finding = fault(
             Severity::Warning,
@@ -155,7 +159,7 @@ pub(super) fn network(facts: &NetworkFacts, is_told: bool) -> Vec<Finding> {
             "the runtime has no pod network after its next restart",
             how_to_install(Some(facts)),
         );
-        return Vec::from_iter((!is_told).then_some(finding));
+        return Vec::from_iter((!already_reported).then_some(finding));
     };
     let file = file.display();
     let (name, plugins) = match content {

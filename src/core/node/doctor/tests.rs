@@ -1,4 +1,4 @@
-use super::judge::{CONTROLLERS, SLOW};
+use super::evaluate::{CONTROLLERS, SLOW};
 use super::*;
 
 fn healthy() -> Facts {
@@ -98,8 +98,8 @@ fn only(break_it: impl FnOnce(&mut Facts), subject: &str, severity: Severity, re
         (subject, severity),
         "{remedy}"
     );
-    let said = fault.remedy.as_deref().unwrap_or_default();
-    assert!(said.contains(remedy), "{subject}: {said}");
+    let remedy_text = fault.remedy.as_deref().unwrap_or_default();
+    assert!(remedy_text.contains(remedy), "{subject}: {remedy_text}");
     assert!(fault.leads_to.is_some(), "{subject}");
 }
 

@@ -4,10 +4,10 @@
 //! - `thresholds` parses the configuration.
 //! - `watch` tracks which thresholds are met and for how long.
 //! - `ranking` chooses the pod to evict and words the message.
-//! - `ending` limits the wait for evicted pods.
+//! - `terminating` limits the wait for evicted pods.
 
-mod ending;
 mod ranking;
+mod terminating;
 mod thresholds;
 mod watch;
 
@@ -22,14 +22,15 @@ use crate::core::pod;
 use crate::core::pod::qos::{self, QosClass};
 use crate::core::quantity::Quantity;
 
-pub use ending::Ending;
 pub use ranking::{
     Candidate, ContainerFigures, PodFigures, annotations, explain, grace, message, rank,
 };
+pub use terminating::TerminatingPods;
 pub use thresholds::{
-    DEFAULT_HARD, IGNORED, Invalid, Statements, Threshold, Value, parse, set_aside,
+    DEFAULT_HARD, IGNORED, Invalid, Threshold, ThresholdSettings, Value, parse,
+    reserved_by_thresholds,
 };
-pub use watch::{Assessment, Watch, next_look, notice_after};
+pub use watch::{Assessment, Watch, growth_until_threshold, next_measurement};
 
 /// Eviction signals, in the order in which they are relieved: memory first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

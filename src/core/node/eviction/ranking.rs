@@ -14,7 +14,7 @@ use crate::core::quantity::Quantity;
 use crate::core::time;
 
 /// Number of pods of a ranking that logs and annotations list.
-const TOLD: usize = 5;
+const MAX_LISTED: usize = 5;
 /// Annotation that holds the ranking.
 const RANKING: &str = "ranking";
 
@@ -105,13 +105,14 @@ pub fn rank(resource: Resource, candidates: Vec<Candidate>) -> Vec<Candidate> {
 pub fn explain(resource: Resource, ranked: &[Candidate]) -> String {
     let one = |c: &Candidate| {
         let used = resource.quantity(c.usage(resource));
-        let (name, asked, priority) = (pod::full_name(&c.pod), c.request(resource), c.priority());
-        format!("{name} uses {used}, requested {asked}, priority {priority}")
+        let (name, requested, priority) =
+            (pod::full_name(&c.pod), c.request(resource), c.priority());
+        format!("{name} uses {used}, requested {requested}, priority {priority}")
     };
-    let told: Vec<String> = ranked.iter().take(TOLD).map(one).collect();
-    match ranked.len().checked_sub(TOLD) {
-        Some(more) if more > 0 => format!("{}; {more} more", told.join("; ")),
-        _ => told.join("; "),
+    let listed: Vec<String> = ranked.iter().take(MAX_LISTED).map(one).collect();
+    match ranked.len().checked_sub(MAX_LISTED) {
+        Some(more) if more > 0 => format!("{}; {more} more", listed.join("; ")),
+        _ => listed.join("; "),
     }
 }
 
@@ -120,15 +121,17 @@ pub fn explain(resource: Resource, ranked: &[Candidate]) -> String {
 pub fn message(threshold: &Threshold, amount: Amount, victim: &Candidate) -> String {
     let resource = threshold.signal.resource();
     let name = resource.name();
-    let (level, left) = (
+    let (level, available) = (
         threshold.value.of(amount.capacity),
         resource.quantity(amount.available),
     );
     let mut text = format!(
-        "The node was low on resource: {name}. Threshold quantity: {level}, available: {left}. "
+        "The node was low on resource: {name}. Threshold quantity: {level}, available: {available}. "
     );
-    let larger = |what: &str, used: Quantity, asked: Quantity| {
-        format!("{what} was using {used}, request is {asked}, has larger consumption of {name}. ")
+    let larger = |what: &str, used: Quantity, requested: Quantity| {
+        format!(
+            "{what} was using {used}, request is {requested}, has larger consumption of {name}. "
+        )
     };
     let whole = pod::spec(&victim.pod).resources.as_ref();
     let whole = whole.and_then(|r| r.requests.as_ref()?.get(name));
@@ -140,8 +143,8 @@ pub fn message(threshold: &Threshold, amount: Amount, victim: &Candidate) -> Str
         let used = Quantity::from_bytes(victim.figures.memory);
         text += &larger(&pod, used, request.0.parse().unwrap_or_default());
     }
-    for (name, used, asked) in offenders(resource, victim) {
-        text += &larger(&format!("Container {name}"), used, asked);
+    for (name, used, requested) in offenders(resource, victim) {
+        text += &larger(&format!("Container {name}"), used, requested);
     }
     text
 }
@@ -156,10 +159,10 @@ fn offenders(resource: Resource, victim: &Candidate) -> Vec<(String, Quantity, Q
             Resource::EphemeralStorage => Quantity::from_bytes(found.disk),
             Resource::Inodes | Resource::Pids => return None,
         };
-        let asked = of_container(container, Side::Requests);
-        let asked = asked.get(resource.name()).copied();
-        let asked = asked.unwrap_or(Quantity::ZERO);
-        (used > asked).then(|| (container.name.clone(), used, asked))
+        let requested = of_container(container, Side::Requests);
+        let requested = requested.get(resource.name()).copied();
+        let requested = requested.unwrap_or(Quantity::ZERO);
+        (used > requested).then(|| (container.name.clone(), used, requested))
     };
     let containers = pod::containers(&victim.pod);
     containers.iter().filter_map(|(_, c)| of(c)).collect()
@@ -262,10 +265,11 @@ mod tests {
         for resource in [Resource::Inodes, Resource::Pids] {
             assert_eq!(names(&rank(resource, all())), by_priority, "{resource:?}");
         }
-        let told = explain(Resource::Memory, &rank(Resource::Memory, all()));
+        let listed = explain(Resource::Memory, &rank(Resource::Memory, all()));
         assert!(
-            told.starts_with("large_n uses 300Mi, requested 100Mi, priority 0; small_n uses 50Mi"),
-            "{told}"
+            listed
+                .starts_with("large_n uses 300Mi, requested 100Mi, priority 0; small_n uses 50Mi"),
+            "{listed}"
         );
     }
 
@@ -305,12 +309,12 @@ mod tests {
             available: 50 * MIB,
         };
         let hog = candidate("hog", 0, "100Mi", 1024);
-        let said = |signal| message(&threshold(signal, 0), amount, &hog);
+        let message_of = |signal| message(&threshold(signal, 0), amount, &hog);
         assert_eq!(
-            said(Signal::MemoryAvailable),
+            message_of(Signal::MemoryAvailable),
             "The node was low on resource: memory. Threshold quantity: 100Mi, available: 50Mi. Container c was using 1Gi, request is 100Mi, has larger consumption of memory. "
         );
-        assert!(said(Signal::ImageFsAvailable).ends_with(
+        assert!(message_of(Signal::ImageFsAvailable).ends_with(
             "Container c was using 1Gi, request is 100Mi, has larger consumption of ephemeral-storage. "
         ));
         let few = Amount {
@@ -328,10 +332,10 @@ mod tests {
             spec.resources = serde_json::from_value(resources).expect("resources");
         }
         whole.pod = Arc::new(pod);
-        let said = message(&threshold(Signal::MemoryAvailable, 0), amount, &whole);
+        let text = message(&threshold(Signal::MemoryAvailable, 0), amount, &whole);
         assert!(
-            said.contains("Pod hog was using 1Gi, request is 2Gi, has larger"),
-            "{said}"
+            text.contains("Pod hog was using 1Gi, request is 2Gi, has larger"),
+            "{text}"
         );
     }
 

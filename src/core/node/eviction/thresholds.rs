@@ -44,7 +44,7 @@ pub struct Threshold {
 
 /// Threshold settings of the configuration, each by signal.
 #[derive(Debug, Clone, Copy)]
-pub struct Statements<'a> {
+pub struct ThresholdSettings<'a> {
     /// `evictionHard`.
     pub hard: &'a BTreeMap<String, String>,
     /// `evictionSoft`.
@@ -95,7 +95,7 @@ impl Threshold {
     /// Whether the threshold is met.
     #[must_use]
     pub fn is_met(&self, amount: Amount) -> bool {
-        self.value.of(amount.capacity) > self.left(amount)
+        self.value.of(amount.capacity) > self.available(amount)
     }
 
     /// Amount in whole units to be freed until the threshold, including the minimum reclaim, is cleared.
@@ -103,10 +103,10 @@ impl Threshold {
     pub fn missing(&self, amount: Amount) -> u64 {
         let reclaim = self.min_reclaim.map(|v| v.of(amount.capacity));
         let goal = self.value.of(amount.capacity) + reclaim.unwrap_or(Quantity::ZERO);
-        u64::try_from((goal - self.left(amount)).units()).unwrap_or(0)
+        u64::try_from((goal - self.available(amount)).units()).unwrap_or(0)
     }
 
-    fn left(&self, amount: Amount) -> Quantity {
+    fn available(&self, amount: Amount) -> Quantity {
         self.signal.resource().quantity(amount.available)
     }
 }
@@ -156,7 +156,7 @@ fn share(text: &str) -> Option<Result<f32, &'static str>> {
     Some(share.ok_or("use a percentage such as 10%, or a quantity such as 1Gi"))
 }
 
-fn level(text: &str) -> Result<Option<Value>, &'static str> {
+fn parse_value(text: &str) -> Result<Option<Value>, &'static str> {
     match share(text) {
         // Both values disable the threshold.
         Some(_) if text == "0%" || text == "100%" => Ok(None),
@@ -172,7 +172,7 @@ fn level(text: &str) -> Result<Option<Value>, &'static str> {
     }
 }
 
-fn reclaim(text: &str) -> Result<Value, &'static str> {
+fn parse_min_reclaim(text: &str) -> Result<Value, &'static str> {
     match share(text) {
         Some(share) => match share? {
             share if share > 0.0 && share.is_finite() => Ok(Value::Share(share)),
@@ -187,13 +187,17 @@ fn reclaim(text: &str) -> Result<Value, &'static str> {
 }
 
 /// The thresholds in order of processing: by signal, hard ones first.
-pub fn parse(statements: Statements<'_>) -> Result<Vec<Threshold>, Invalid> {
-    let hard = read("evictionHard", statements.hard, level)?;
-    let soft = read("evictionSoft", statements.soft, level)?;
-    let graces = read("evictionSoftGracePeriod", statements.soft_grace, |text| {
+pub fn parse(settings: ThresholdSettings<'_>) -> Result<Vec<Threshold>, Invalid> {
+    let hard = read("evictionHard", settings.hard, parse_value)?;
+    let soft = read("evictionSoft", settings.soft, parse_value)?;
+    let graces = read("evictionSoftGracePeriod", settings.soft_grace, |text| {
         duration(text).ok_or("use a duration such as 1m30s")
     })?;
-    let reclaims = read("evictionMinimumReclaim", statements.min_reclaim, reclaim)?;
+    let reclaims = read(
+        "evictionMinimumReclaim",
+        settings.min_reclaim,
+        parse_min_reclaim,
+    )?;
     let threshold = |signal, value, grace| Threshold {
         signal,
         value,
@@ -203,7 +207,7 @@ pub fn parse(statements: Statements<'_>) -> Result<Vec<Threshold>, Invalid> {
     let mut all: Vec<Threshold> = vec![];
     for (signal, value) in hard.into_iter().filter_map(|(s, v)| Some((s, v?))) {
         all.push(threshold(signal, value, Duration::ZERO));
-        if signal == Signal::MemoryAvailable && statements.pods_are_limited {
+        if signal == Signal::MemoryAvailable && settings.pods_are_limited {
             all.push(Threshold {
                 signal: Signal::AllocatableMemoryAvailable,
                 ..threshold(signal, value, Duration::ZERO)
@@ -225,7 +229,11 @@ pub fn parse(statements: Statements<'_>) -> Result<Vec<Threshold>, Invalid> {
 
 /// The amount that hard thresholds for memory and the node's own disk reserve from pods (`pkg/kubelet/cm/helpers.go`).
 #[must_use]
-pub fn set_aside(thresholds: &[Threshold], resource: Resource, capacity: u64) -> Quantity {
+pub fn reserved_by_thresholds(
+    thresholds: &[Threshold],
+    resource: Resource,
+    capacity: u64,
+) -> Quantity {
     let signal = match resource {
         Resource::Memory => Signal::MemoryAvailable,
         Resource::EphemeralStorage => Signal::NodeFsAvailable,
@@ -256,7 +264,7 @@ mod tests {
         grace: Pairs<'_>,
         reclaim: Pairs<'_>,
     ) -> Result<Vec<Threshold>, Invalid> {
-        parse(Statements {
+        parse(ThresholdSettings {
             hard: &map(hard),
             soft: &map(soft),
             soft_grace: &map(grace),
@@ -372,8 +380,8 @@ mod tests {
             let found = (threshold.is_met(amount), threshold.missing(amount));
             assert_eq!(found, (met, missing), "{available}");
         }
-        let kept = set_aside(&[threshold], Resource::EphemeralStorage, 1000);
+        let kept = reserved_by_thresholds(&[threshold], Resource::EphemeralStorage, 1000);
         assert_eq!(kept, Quantity::from_bytes(100));
-        assert!(set_aside(&[threshold], Resource::Memory, 1000).is_zero());
+        assert!(reserved_by_thresholds(&[threshold], Resource::Memory, 1000).is_zero());
     }
 }

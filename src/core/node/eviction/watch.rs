@@ -7,11 +7,12 @@ use std::time::Duration;
 use super::{Observations, Pressure, Pressures, Resource, Settings, Signal, Threshold};
 
 /// Bytes of memory that a CPU can fill per second. Less than its write rate, because the kernel first clears new pages.
-const FILL: u64 = 1 << 30;
+const FILL_BYTES_PER_SECOND: u64 = 1 << 30;
 /// Number of CPUs above which memory does not fill faster.
-const FILLING: u64 = 8;
+const MAX_FILLING_CPUS: u64 = 8;
 /// Minimum and maximum interval between measurements of memory.
-const LOOKS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
+const MEASUREMENT_INTERVAL: (Duration, Duration) =
+    (Duration::from_millis(100), Duration::from_secs(10));
 
 /// State of all thresholds, by their index in the settings.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -19,7 +20,7 @@ pub struct Watch {
     /// Thresholds that are met, and since when.
     met: BTreeMap<usize, Duration>,
     /// Thresholds whose grace period had passed at the last assessment.
-    driving: BTreeSet<usize>,
+    active: BTreeSet<usize>,
     /// When each condition was last observed.
     observed: BTreeMap<Pressure, Duration>,
 }
@@ -30,9 +31,9 @@ pub struct Assessment {
     /// The active conditions.
     pub pressures: Pressures,
     /// Thresholds that require evictions, in order of processing.
-    pub driving: Vec<Threshold>,
+    pub active: Vec<Threshold>,
     /// Time until a grace period or a condition expires, if measurements stay the same.
-    pub again: Option<Duration>,
+    pub recheck_after: Option<Duration>,
 }
 
 impl Watch {
@@ -45,55 +46,58 @@ impl Watch {
     ) -> Assessment {
         let thresholds = || settings.thresholds.iter().enumerate();
         // A threshold that caused evictions stays met until the minimum reclaim is free.
-        let is_met = |(place, threshold): &(usize, &Threshold)| {
+        let is_met = |(index, threshold): &(usize, &Threshold)| {
             observations.get(&threshold.signal).is_some_and(|amount| {
                 threshold.is_met(*amount)
-                    || (self.driving.contains(place) && threshold.missing(*amount) > 0)
+                    || (self.active.contains(index) && threshold.missing(*amount) > 0)
             })
         };
         let before = &self.met;
-        let since = |place| before.get(&place).copied().unwrap_or(now);
+        let since = |index| before.get(&index).copied().unwrap_or(now);
         let met: BTreeMap<usize, Duration> = thresholds()
             .filter(is_met)
-            .map(|(place, _)| (place, since(place)))
+            .map(|(index, _)| (index, since(index)))
             .collect();
-        for (place, threshold) in thresholds() {
-            if met.contains_key(&place) {
+        for (index, threshold) in thresholds() {
+            if met.contains_key(&index) {
                 self.observed.insert(threshold.signal.pressure(), now);
             }
         }
-        let held = |since: Duration| now.saturating_sub(since);
+        let elapsed = |since: Duration| now.saturating_sub(since);
         self.observed
-            .retain(|_, at| held(*at) < settings.transition);
-        self.driving = thresholds()
-            .filter(|(place, t)| met.get(place).is_some_and(|since| held(*since) >= t.grace))
-            .map(|(place, _)| place)
+            .retain(|_, at| elapsed(*at) < settings.transition);
+        self.active = thresholds()
+            .filter(|(index, t)| {
+                met.get(index)
+                    .is_some_and(|since| elapsed(*since) >= t.grace)
+            })
+            .map(|(index, _)| index)
             .collect();
         let graces = thresholds()
-            .filter_map(|(place, t)| t.grace.checked_sub(held(*met.get(&place)?)))
-            .filter(|left| !left.is_zero());
+            .filter_map(|(index, t)| t.grace.checked_sub(elapsed(*met.get(&index)?)))
+            .filter(|remaining| !remaining.is_zero());
         let transitions = self
             .observed
             .values()
-            .map(|at| settings.transition.saturating_sub(held(*at)));
-        let again = graces.chain(transitions).min();
+            .map(|at| settings.transition.saturating_sub(elapsed(*at)));
+        let recheck_after = graces.chain(transitions).min();
         self.met = met;
         Assessment {
             pressures: self.observed.keys().copied().collect(),
-            driving: thresholds()
-                .filter(|(place, _)| self.driving.contains(place))
+            active: thresholds()
+                .filter(|(index, _)| self.active.contains(index))
                 .map(|(_, t)| *t)
                 .collect(),
-            again,
+            recheck_after,
         }
     }
 
     /// Whether a memory threshold is met that was not met at the last assessment.
     #[must_use]
     pub fn is_newly_met(&self, settings: &Settings, memory: &Observations) -> bool {
-        settings.thresholds.iter().enumerate().any(|(place, t)| {
+        settings.thresholds.iter().enumerate().any(|(index, t)| {
             t.signal.resource() == Resource::Memory
-                && !self.met.contains_key(&place)
+                && !self.met.contains_key(&index)
                 && memory.get(&t.signal).is_some_and(|a| t.is_met(*a))
         })
     }
@@ -113,10 +117,10 @@ fn headroom(thresholds: &[Threshold], memory: &Observations, signal: Signal) -> 
 /// Time until the next measurement of memory: no later than a threshold could be met if all CPUs did nothing but fill
 /// memory. Kernel notifications may come earlier.
 #[must_use]
-pub fn next_look(thresholds: &[Threshold], memory: &Observations, cpus: u32) -> Duration {
-    let (shortest, longest) = LOOKS;
-    let rate = FILL.saturating_mul(u64::from(cpus).clamp(1, FILLING));
-    let (machine, pods) = notice_after(thresholds, memory);
+pub fn next_measurement(thresholds: &[Threshold], memory: &Observations, cpus: u32) -> Duration {
+    let (shortest, longest) = MEASUREMENT_INTERVAL;
+    let rate = FILL_BYTES_PER_SECOND.saturating_mul(u64::from(cpus).clamp(1, MAX_FILLING_CPUS));
+    let (machine, pods) = growth_until_threshold(thresholds, memory);
     match machine.into_iter().chain(pods).min() {
         None => longest,
         Some(bytes) => {
@@ -129,7 +133,10 @@ pub fn next_look(thresholds: &[Threshold], memory: &Observations, cpus: u32) -> 
 /// Growth in bytes until a threshold is met, for the machine's memory and for the memory of all pods; `None` without
 /// such a threshold.
 #[must_use]
-pub fn notice_after(thresholds: &[Threshold], memory: &Observations) -> (Option<u64>, Option<u64>) {
+pub fn growth_until_threshold(
+    thresholds: &[Threshold],
+    memory: &Observations,
+) -> (Option<u64>, Option<u64>) {
     (
         headroom(thresholds, memory, Signal::MemoryAvailable),
         headroom(thresholds, memory, Signal::AllocatableMemoryAvailable),
@@ -173,7 +180,7 @@ mod tests {
 
     fn graces(assessment: &Assessment) -> Vec<u64> {
         assessment
-            .driving
+            .active
             .iter()
             .map(|t| t.grace.as_secs())
             .collect()
@@ -185,7 +192,7 @@ mod tests {
         let pressed = Pressures::from([Pressure::Memory]);
         // Columns: second; available memory in 64ths of a GiB; grace periods of thresholds that require evictions;
         // whether the condition is active; seconds until it expires.
-        for (at, available, driving, pressure, again) in [
+        for (at, available, active, pressure, recheck_after) in [
             (0, 192, vec![], false, None),
             (10, 127, vec![], true, Some(30)),
             (39, 127, vec![], true, Some(1)),
@@ -205,11 +212,15 @@ mod tests {
                 &memory(available * GIB / 64),
                 Duration::from_secs(at),
             );
-            assert_eq!(graces(&found), driving, "at {at}");
+            assert_eq!(graces(&found), active, "at {at}");
             assert_eq!(found.pressures == pressed, pressure, "at {at}");
             // An active condition is measured again anyway.
-            if again != Some(300) {
-                assert_eq!(found.again, again.map(Duration::from_secs), "at {at}");
+            if recheck_after != Some(300) {
+                assert_eq!(
+                    found.recheck_after,
+                    recheck_after.map(Duration::from_secs),
+                    "at {at}"
+                );
             }
         }
     }
@@ -242,19 +253,23 @@ mod tests {
             (GIB, 1, 100),
             (1, 1, 10_000),
         ] {
-            let found = next_look(&settings.thresholds, &memory(available), cpus).as_millis();
+            let found =
+                next_measurement(&settings.thresholds, &memory(available), cpus).as_millis();
             assert!(found.abs_diff(millis) <= 5, "{available}: {found}");
         }
-        assert_eq!(next_look(&[], &memory(1), 1), LOOKS.1);
+        assert_eq!(next_measurement(&[], &memory(1), 1), MEASUREMENT_INTERVAL.1);
         assert!(watch.is_newly_met(&settings, &memory(2 * GIB - 1)));
         watch.assess(&settings, &memory(2 * GIB - 1), Duration::ZERO);
         assert!(!watch.is_newly_met(&settings, &memory(2 * GIB - 2)));
         assert!(watch.is_newly_met(&settings, &memory(GIB - 1)));
         assert_eq!(
-            notice_after(&settings.thresholds, &memory(3 * GIB)),
+            growth_until_threshold(&settings.thresholds, &memory(3 * GIB)),
             (Some(GIB), None)
         );
-        assert_eq!(notice_after(&settings.thresholds, &memory(1)), (None, None));
+        assert_eq!(
+            growth_until_threshold(&settings.thresholds, &memory(1)),
+            (None, None)
+        );
     }
 
     proptest! {
@@ -266,19 +281,19 @@ mod tests {
             for (available, wait) in levels {
                 let seen = memory(available);
                 let found = watch.assess(&settings, &seen, now);
-                for threshold in &found.driving {
+                for threshold in &found.active {
                     let amount = seen[&threshold.signal];
                     prop_assert!(threshold.is_met(amount) || threshold.missing(amount) > 0);
                     prop_assert!(found.pressures.contains(&threshold.signal.pressure()));
                 }
                 let hard = settings.thresholds[0];
                 if hard.is_met(seen[&hard.signal]) {
-                    prop_assert!(found.driving.contains(&hard));
+                    prop_assert!(found.active.contains(&hard));
                 }
                 if settings.thresholds.iter().any(|t| seen.get(&t.signal).is_some_and(|a| t.is_met(*a))) {
                     prop_assert!(!found.pressures.is_empty());
                 }
-                prop_assert!(found.again.is_none_or(|again| again <= settings.transition));
+                prop_assert!(found.recheck_after.is_none_or(|recheck_after| recheck_after <= settings.transition));
                 now += Duration::from_secs(wait);
             }
         }

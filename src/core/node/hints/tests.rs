@@ -58,7 +58,7 @@ fn rules(policy: Policy, closest: bool) -> Rules {
         policy,
         scope: Scope::Container,
         closest,
-        most_nodes: 8,
+        max_nodes: 8,
     }
 }
 
@@ -77,10 +77,10 @@ fn merged(rules: Rules, machine: &Topology, offers: &str) -> String {
 #[test]
 fn hints_are_merged_as_the_kubelet_merges_them() {
     let mut differences = vec![];
-    let mut here = Topology::default();
+    let mut current_machine = Topology::default();
     for line in include_str!("merges.txt").lines() {
         if let Some(rows) = line.strip_prefix("machine ") {
-            here = machine(rows);
+            current_machine = machine(rows);
             continue;
         }
         let (question, answer) = line.split_once(": ").expect("an answer");
@@ -98,7 +98,7 @@ fn hints_are_merged_as_the_kubelet_merges_them() {
             ],
         };
         for (policy, expected) in expected {
-            let got = merged(rules(policy, closest), &here, offers);
+            let got = merged(rules(policy, closest), &current_machine, offers);
             if got != expected {
                 differences.push(format!("{policy:?} {line}, but got {got}"));
             }
@@ -113,8 +113,8 @@ fn more_numa_nodes_are_allowed_by_an_option() {
         .map(|id| format!("{id}:10,10,10,10,10,10,10,10,10"))
         .collect();
     let machine = machine(&rows.join(" "));
-    let many = |most_nodes| Rules {
-        most_nodes,
+    let many = |max_nodes| Rules {
+        max_nodes,
         ..rules(Policy::Restricted, true)
     };
     let error = Alignment::new(many(8), &machine).expect_err("nine nodes");

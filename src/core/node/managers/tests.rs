@@ -51,7 +51,7 @@ fn managers(policy: Option<Policy>, scope: Scope, options: Options) -> Managers 
             policy,
             scope,
             closest: false,
-            most_nodes: 8,
+            max_nodes: 8,
         }),
         ..Rules::default()
     };
@@ -74,7 +74,7 @@ fn devices(names: &[&str]) -> Devices {
     };
     let mut devices = Devices::default();
     devices.register(THING, 1);
-    devices.list(THING, 1, names.iter().map(device).collect());
+    devices.set_devices(THING, 1, names.iter().map(device).collect());
     devices
 }
 
@@ -96,8 +96,8 @@ fn pod(uid: &str, containers: &[(&str, usize)]) -> Pod {
 
 fn ids(devices: &Devices, uid: &str) -> Vec<String> {
     let containers = ["c0", "c1"].into_iter();
-    let held = containers.flat_map(|c| devices.held(uid, c));
-    held.map(|(_, id, _)| id).collect()
+    let rows = containers.flat_map(|c| devices.devices_of(uid, c));
+    rows.map(|(_, id, _)| id).collect()
 }
 
 /// The NUMA nodes of a pod's CPUs, memory and devices.
@@ -146,11 +146,14 @@ fn cpus_memory_and_devices_of_a_container_are_on_one_numa_node() {
             "cpus {0} memory {0} devices []"
         );
         // One device is free, but too few CPUs on its node.
-        let (before, held) = (managers.checkpoints(), ids(&devices, "p"));
+        let (before, devices_before) = (managers.checkpoints(), ids(&devices, "p"));
         let refused = managers.admit(&pod("r", &[("4", 1)]), &mut devices);
         assert_eq!(reason(&refused), "TopologyAffinityError");
         assert_eq!(managers.checkpoints(), before);
-        assert_eq!((ids(&devices, "r"), ids(&devices, "p")), (vec![], held));
+        assert_eq!(
+            (ids(&devices, "r"), ids(&devices, "p")),
+            (vec![], devices_before)
+        );
     }
 }
 

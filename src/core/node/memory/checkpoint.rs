@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Block, Given, NodeState, State, Table};
+use super::{Allocations, Block, NodeState, State, Table};
 use crate::core::digest::fnv32;
 use crate::core::node::checkpoint::Head;
 
@@ -19,7 +19,7 @@ struct Document {
     #[serde(rename = "machineState", default)]
     nodes: BTreeMap<u32, NodeState>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    entries: Given,
+    entries: Allocations,
     #[serde(default)]
     checksum: u64,
 }
@@ -82,7 +82,7 @@ pub fn write(policy: &str, state: &State) -> String {
     let mut document = Document {
         policy: policy.into(),
         nodes: state.nodes.clone(),
-        entries: state.given.clone(),
+        entries: state.allocations.clone(),
         checksum: 0,
     };
     document.checksum = checksum(&document);
@@ -105,7 +105,7 @@ pub fn read(text: &str, policy: &str) -> Result<State, String> {
     .check(policy)?;
     Ok(State {
         nodes: document.nodes,
-        given: document.entries,
+        allocations: document.entries,
     })
 }
 

@@ -13,15 +13,15 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{Container, Pod};
 
-use super::admit::{Refusal, unexpected};
-use super::hints::{Asker, Count, Hint, Hints, NodeMask, Provider, most_at_a_time};
+use super::admit::{Refusal, unexpected_error};
+use super::hints::{Count, Hint, Hints, NodeMask, Provider, Subject, max_concurrent};
 use super::topology::Topology;
 use crate::core::cpuset::CpuSet;
 use crate::core::pod::qos;
 use crate::core::pod::resources::{Amounts, Side, of_container};
 use crate::core::pod::{self, Role};
 pub use rules::{Reserved, Rules, is_memory, set_aside};
-pub use state::{Block, Given, NodeState, State, Table};
+pub use state::{Allocations, Block, NodeState, State, Table};
 
 /// Requested bytes by resource.
 type Wanted = BTreeMap<String, u64>;
@@ -33,7 +33,7 @@ type Reusable = (String, BTreeMap<(NodeMask, String), u64>);
 /// A pod's allocation before an admission, to restore it. Its size depends on the machine and the pod, not on the
 /// number of pods.
 #[derive(Debug, Clone)]
-pub struct Holding {
+pub struct Snapshot {
     nodes: BTreeMap<u32, state::NodeState>,
     own: Option<BTreeMap<String, Vec<Block>>>,
     reusable: Reusable,
@@ -57,7 +57,7 @@ impl Memory {
     pub fn new(rules: &Rules, topology: &Topology, set_aside: &Amounts) -> Result<Memory, String> {
         rules.check(topology, set_aside)?;
         Ok(Memory {
-            state: rules.untouched(topology),
+            state: rules.initial_state(topology),
             reusable: Default::default(),
         })
     }
@@ -67,15 +67,15 @@ impl Memory {
     /// # Errors
     ///
     /// The state does not fit the rules or the machine.
-    pub fn adopt(&mut self, state: State) -> Result<(), String> {
+    pub fn load(&mut self, state: State) -> Result<(), String> {
         if state.nodes.is_empty() {
-            return match state.given.is_empty() {
+            return match state.allocations.is_empty() {
                 true => Ok(()),
                 false => Err("it has allocated memory and no NUMA nodes".into()),
             };
         }
         let mut expected = self.state.clone();
-        for (uid, containers) in &state.given {
+        for (uid, containers) in &state.allocations {
             let blocks = containers
                 .iter()
                 .flat_map(|(name, blocks)| blocks.iter().map(move |block| (name, block)));
@@ -99,7 +99,7 @@ impl Memory {
     /// A container's allocation.
     #[must_use]
     pub fn blocks(&self, uid: &str, container: &str) -> Option<&[Block]> {
-        let containers = self.state.given.get(uid)?;
+        let containers = self.state.allocations.get(uid)?;
         containers.get(container).map(Vec::as_slice)
     }
 
@@ -134,35 +134,35 @@ impl Memory {
                 .map(|(name, blocks)| (name.clone(), of(blocks)));
             nodes.collect()
         };
-        let pods = self.state.given.iter();
+        let pods = self.state.allocations.iter();
         pods.map(|(uid, containers)| (uid.clone(), pod(containers)))
             .collect()
     }
 
-    /// The pod's current allocation, for [`Memory::put_back`].
+    /// The pod's current allocation, for [`Memory::restore`].
     #[must_use]
-    pub fn holding(&self, uid: &str) -> Holding {
-        Holding {
+    pub fn snapshot(&self, uid: &str) -> Snapshot {
+        Snapshot {
             nodes: self.state.nodes.clone(),
-            own: self.state.given.get(uid).cloned(),
+            own: self.state.allocations.get(uid).cloned(),
             reusable: self.reusable.clone(),
         }
     }
 
     /// Restores a pod's allocation. Requires that no other pod was allocated memory in between.
-    pub fn put_back(&mut self, uid: &str, before: Holding) {
+    pub fn restore(&mut self, uid: &str, before: Snapshot) {
         self.state.nodes = before.nodes;
         self.reusable = before.reusable;
         match before.own {
-            Some(own) => self.state.given.insert(uid.to_owned(), own),
-            None => self.state.given.remove(uid),
+            Some(own) => self.state.allocations.insert(uid.to_owned(), own),
+            None => self.state.allocations.remove(uid),
         };
     }
 
     /// Whether a pod has an allocation.
     #[must_use]
     pub fn has(&self, uid: &str) -> bool {
-        self.state.given.contains_key(uid)
+        self.state.allocations.contains_key(uid)
     }
 
     /// Releases a pod's memory; returns whether it had any.
@@ -170,11 +170,11 @@ impl Memory {
         if self.reusable.0 == uid {
             self.reusable = Default::default();
         }
-        let Some(containers) = self.state.given.remove(uid) else {
+        let Some(containers) = self.state.allocations.remove(uid) else {
             return false;
         };
         for block in containers.values().flatten() {
-            self.state.give_back(block);
+            self.state.release(block);
         }
         true
     }
@@ -186,7 +186,7 @@ impl Memory {
     }
 
     /// Hints about the nodes with enough free memory.
-    fn offers(&self, uid: &str, wanted: &Wanted) -> Vec<Hint> {
+    fn hints_for(&self, uid: &str, wanted: &Wanted) -> Vec<Hint> {
         let nodes: Vec<u32> = self.state.nodes.keys().copied().collect();
         let mut fewest = u32::try_from(nodes.len()).unwrap_or(u32::MAX);
         let mut masks = vec![];
@@ -202,7 +202,7 @@ impl Memory {
                 let free = self.state.sum(mask, resource, |t| t.free);
                 free.saturating_add(self.reusable(uid, mask, resource)) >= *size
             };
-            if self.state.may_group(mask) && wanted.iter().all(can_now) {
+            if self.state.can_group(mask) && wanted.iter().all(can_now) {
                 masks.push(mask);
             }
         }
@@ -219,33 +219,33 @@ impl Memory {
     /// which makes its own state inconsistent.)
     fn choose(&self, uid: &str, wanted: &Wanted, affinity: Hint) -> Result<NodeMask, Refusal> {
         let no_worse = |before: Hint, found: Hint, which: &str| match before.preferred {
-            true if !found.preferred => Err(unexpected(format!(
+            true if !found.preferred => Err(unexpected_error(format!(
                 "[memorymanager] failed to find the {which} preferred hint"
             ))),
             _ => Ok(found),
         };
         let mut hint = affinity;
         if hint.nodes.is_none() {
-            let found = best(self.offers(uid, wanted)).ok_or_else(|| {
-                unexpected("[memorymanager] failed to get the default NUMA affinity, no NUMA nodes with enough memory is available")
+            let found = best(self.hints_for(uid, wanted)).ok_or_else(|| {
+                unexpected_error("[memorymanager] failed to get the default NUMA affinity, no NUMA nodes with enough memory is available")
             })?;
             hint = no_worse(hint, found, "default")?;
         }
         let nodes = hint.nodes.unwrap_or_default();
-        let is_alone = nodes.count() > 1 || self.state.may_group(nodes);
-        if !is_alone || !self.state.has_left(nodes, wanted) {
-            let mut offers = self.offers(uid, wanted);
-            offers.retain(|offer| offer.nodes.is_some_and(|n| nodes.is_within(n)));
-            let found = best(offers).ok_or_else(|| {
-                unexpected(
+        let can_take = nodes.count() > 1 || self.state.can_group(nodes);
+        if !can_take || !self.state.has_free(nodes, wanted) {
+            let mut hints = self.hints_for(uid, wanted);
+            hints.retain(|candidate| candidate.nodes.is_some_and(|n| nodes.is_within(n)));
+            let found = best(hints).ok_or_else(|| {
+                unexpected_error(
                     "[memorymanager] failed to find NUMA nodes to extend the current topology hint",
                 )
             })?;
             hint = no_worse(hint, found, "extended")?;
         }
         let nodes = hint.nodes.unwrap_or_default();
-        if !self.state.may_group(nodes) {
-            return Err(unexpected(
+        if !self.state.can_group(nodes) {
+            return Err(unexpected_error(
                 "[memorymanager] preferred hint violates NUMA node allocation",
             ));
         }
@@ -253,16 +253,16 @@ impl Memory {
     }
 
     /// Marks an init container's memory as reusable, and that of other containers as not reusable.
-    fn note_reusable(&mut self, uid: &str, role: Role, blocks: &[Block]) {
+    fn update_reusable(&mut self, uid: &str, role: Role, blocks: &[Block]) {
         if self.reusable.0 != uid {
             self.reusable = (uid.to_owned(), BTreeMap::new());
         }
         for block in blocks {
             let key = (block.mask(), block.resource.clone());
-            let left = self.reusable.1.entry(key).or_default();
-            *left = match role {
-                Role::Init => (*left).max(block.size),
-                _ => left.saturating_sub(block.size),
+            let remaining = self.reusable.1.entry(key).or_default();
+            *remaining = match role {
+                Role::Init => (*remaining).max(block.size),
+                _ => remaining.saturating_sub(block.size),
             };
         }
     }
@@ -270,7 +270,7 @@ impl Memory {
     /// Shrinks the blocks of init containers by what a later container takes over. So the sum of all blocks equals what
     /// is taken from the nodes.
     fn shrink_init(&mut self, pod: &Pod, container: &Container, blocks: &[Block]) {
-        let Some(given) = self.state.given.get_mut(pod::uid(pod)) else {
+        let Some(allocations) = self.state.allocations.get_mut(pod::uid(pod)) else {
             return;
         };
         for block in blocks {
@@ -279,7 +279,9 @@ impl Memory {
                 if init.name == container.name {
                     break;
                 }
-                let own = given.get_mut(&init.name).filter(|_| role == Role::Init);
+                let own = allocations
+                    .get_mut(&init.name)
+                    .filter(|_| role == Role::Init);
                 for before in own.into_iter().flatten() {
                     if before.resource == block.resource && before.mask() == block.mask() {
                         let taken = before.size.min(size);
@@ -294,33 +296,33 @@ impl Memory {
     fn container_hints(&self, pod: &Pod, container: &Container) -> Hints {
         let (uid, wanted) = (pod::uid(pod), wanted(pod, container));
         match self.blocks(uid, &container.name) {
-            Some(blocks) => regenerated(blocks, &wanted),
+            Some(blocks) => hints_of_allocation(blocks, &wanted),
             None => self.hints_of(uid, &wanted),
         }
     }
 
     fn hints_of(&self, uid: &str, wanted: &Wanted) -> Hints {
-        let offers = match wanted.is_empty() {
+        let hints = match wanted.is_empty() {
             true => vec![],
-            false => self.offers(uid, wanted),
+            false => self.hints_for(uid, wanted),
         };
         // If no nodes have enough free memory there are no hints, and the later allocation fails.
-        let resources = wanted.keys().filter(|_| !offers.is_empty());
-        resources.map(|r| (r.clone(), offers.clone())).collect()
+        let resources = wanted.keys().filter(|_| !hints.is_empty());
+        resources.map(|r| (r.clone(), hints.clone())).collect()
     }
 
     fn pod_hints(&self, pod: &Pod) -> Hints {
         let uid = pod::uid(pod);
-        let wanted = most_at_a_time(pod, |container| wanted(pod, container));
+        let wanted = max_concurrent(pod, |container| wanted(pod, container));
         let containers = pod::containers(pod);
         let mut blocks = containers.iter().map(|(_, c)| self.blocks(uid, &c.name));
         match blocks.find_map(|blocks| blocks) {
-            Some(blocks) => regenerated(blocks, &wanted),
+            Some(blocks) => hints_of_allocation(blocks, &wanted),
             None => self.hints_of(uid, &wanted),
         }
     }
 
-    fn give(
+    fn allocate_container(
         &mut self,
         pod: &Pod,
         role: Role,
@@ -331,7 +333,7 @@ impl Memory {
         let uid = pod::uid(pod);
         if let Some(blocks) = self.blocks(uid, &container.name) {
             let blocks = blocks.to_vec();
-            self.note_reusable(uid, role, &blocks);
+            self.update_reusable(uid, role, &blocks);
             return Ok(());
         }
         let mask = self.choose(uid, &wanted, affinity)?;
@@ -347,19 +349,19 @@ impl Memory {
                 size,
             });
         }
-        self.note_reusable(uid, role, &blocks);
+        self.update_reusable(uid, role, &blocks);
         self.shrink_init(pod, container, &blocks);
-        let containers = self.state.given.entry(uid.to_owned()).or_default();
+        let containers = self.state.allocations.entry(uid.to_owned()).or_default();
         containers.insert(container.name.clone(), blocks);
         Ok(())
     }
 }
 
 impl Provider for Memory {
-    fn hints(&self, asker: Asker<'_>) -> Hints {
-        match asker {
-            Asker::Container(pod, container) => self.container_hints(pod, container),
-            Asker::Pod(pod) => self.pod_hints(pod),
+    fn hints(&self, subject: Subject<'_>) -> Hints {
+        match subject {
+            Subject::Container(pod, container) => self.container_hints(pod, container),
+            Subject::Pod(pod) => self.pod_hints(pod),
         }
     }
 
@@ -376,24 +378,24 @@ impl Provider for Memory {
             return Ok(());
         }
         counts.push(Count::MemoryPinning);
-        let given = self.give(pod, role, container, wanted, affinity);
-        if given.is_err() {
+        let result = self.allocate_container(pod, role, container, wanted, affinity);
+        if result.is_err() {
             counts.push(Count::MemoryPinningError);
         }
-        given
+        result
     }
 }
 
 fn best(hints: Vec<Hint>) -> Option<Hint> {
-    let narrowness = |hint: &Hint| {
+    let preference_order = |hint: &Hint| {
         let nodes = hint.nodes.unwrap_or_default();
         (!hint.preferred, nodes.count(), nodes)
     };
-    hints.into_iter().min_by_key(narrowness)
+    hints.into_iter().min_by_key(preference_order)
 }
 
 /// Hints for an existing allocation; none if the request has changed.
-fn regenerated(blocks: &[Block], wanted: &Wanted) -> Hints {
+fn hints_of_allocation(blocks: &[Block], wanted: &Wanted) -> Hints {
     let fits = |block: &Block| wanted.get(&block.resource) == Some(&block.size);
     if blocks.len() != wanted.len() || !blocks.iter().all(fits) {
         return Hints::new();

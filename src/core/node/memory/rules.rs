@@ -11,7 +11,7 @@ use crate::core::pod::resources::Amounts;
 use crate::core::quantity::Quantity;
 
 /// Maximum number of NUMA nodes; all combinations of nodes are tried.
-const MOST_NODES: usize = 16;
+const MAX_NODES: usize = 16;
 
 /// Reserved bytes by NUMA node and resource (`reservedMemory`).
 pub type Reserved = BTreeMap<u32, BTreeMap<String, u64>>;
@@ -39,7 +39,11 @@ pub fn set_aside(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
     let amount = |name: String| {
         let reserved = limits.reserved.get(&name).copied().unwrap_or_default();
         let kept = match name.as_str() {
-            "memory" => eviction::set_aside(limits.thresholds, Resource::Memory, machine.memory),
+            "memory" => eviction::reserved_by_thresholds(
+                limits.thresholds,
+                Resource::Memory,
+                machine.memory,
+            ),
             _ => Quantity::ZERO,
         };
         (name, reserved + kept)
@@ -51,9 +55,9 @@ pub fn set_aside(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
 impl Rules {
     /// Checks the rules against the machine and the amounts set aside.
     pub(super) fn check(&self, topology: &Topology, set_aside: &Amounts) -> Result<(), String> {
-        if topology.nodes.len() > MOST_NODES {
+        if topology.nodes.len() > MAX_NODES {
             return Err(format!(
-                "memoryManagerPolicy: Static does not support more than {MOST_NODES} NUMA nodes, and this machine has {}: use None",
+                "memoryManagerPolicy: Static does not support more than {MAX_NODES} NUMA nodes, and this machine has {}: use None",
                 topology.nodes.len()
             ));
         }
@@ -81,7 +85,7 @@ impl Rules {
     }
 
     /// The state of a machine without allocations.
-    pub(super) fn untouched(&self, topology: &Topology) -> State {
+    pub(super) fn initial_state(&self, topology: &Topology) -> State {
         let node = |(id, memory): (&u32, &MemoryNode)| {
             let none = BTreeMap::new();
             let reserved = self.reserved.get(id).unwrap_or(&none);
@@ -103,13 +107,13 @@ impl Rules {
 /// ordinary memory.
 fn sizes(node: &MemoryNode) -> BTreeMap<String, (u64, u64)> {
     let mut sizes = BTreeMap::new();
-    let mut left = node.memory;
+    let mut remaining = node.memory;
     for (size, pages) in &node.huge_pages {
         let bytes = size.saturating_mul(*pages);
         sizes.insert(huge_page_resource(*size), (bytes, bytes));
-        left = left.saturating_sub(bytes);
+        remaining = remaining.saturating_sub(bytes);
     }
-    sizes.insert("memory".to_owned(), (node.memory, left));
+    sizes.insert("memory".to_owned(), (node.memory, remaining));
     sizes
 }
 

@@ -64,7 +64,7 @@ impl Block {
 }
 
 /// Allocations by pod uid and container name.
-pub type Given = BTreeMap<String, BTreeMap<String, Vec<Block>>>;
+pub type Allocations = BTreeMap<String, BTreeMap<String, Vec<Block>>>;
 
 /// Content of a checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -72,7 +72,7 @@ pub struct State {
     /// The NUMA nodes.
     pub nodes: BTreeMap<u32, NodeState>,
     /// The allocations.
-    pub given: Given,
+    pub allocations: Allocations,
 }
 
 impl State {
@@ -88,14 +88,14 @@ impl State {
     }
 
     /// Whether these nodes have enough free memory.
-    pub(super) fn has_left(&self, mask: NodeMask, wanted: &Wanted) -> bool {
+    pub(super) fn has_free(&self, mask: NodeMask, wanted: &Wanted) -> bool {
         let mut each = wanted.iter();
         each.all(|(resource, size)| self.sum(mask, resource, |t| t.free) >= *size)
     }
 
     /// Whether memory may be allocated from these nodes together. A node allocates either alone or with one group of
     /// nodes.
-    pub(super) fn may_group(&self, mask: NodeMask) -> bool {
+    pub(super) fn can_group(&self, mask: NodeMask) -> bool {
         match mask.count() {
             1 => self.of(mask).all(|node| node.cells.len() <= 1),
             _ => {
@@ -132,7 +132,7 @@ impl State {
     }
 
     /// Returns a block to its nodes.
-    pub(super) fn give_back(&mut self, block: &Block) {
+    pub(super) fn release(&mut self, block: &Block) {
         let mut size = block.size;
         for id in &block.nodes {
             let Some(node) = self.nodes.get_mut(id) else {

@@ -17,7 +17,7 @@ use super::checkpoint;
 use super::*;
 use crate::core::node::capacity::{Limits, MachineSize};
 use crate::core::node::devices::Devices;
-use crate::core::node::eviction::{DEFAULT_HARD, Statements, parse};
+use crate::core::node::eviction::{DEFAULT_HARD, ThresholdSettings, parse};
 use crate::core::node::hints::tests::hint;
 use crate::core::node::hints::{self, Policy, Scope};
 use crate::core::node::managers::{self, Checkpoints, Machine, Managers};
@@ -64,7 +64,7 @@ fn rules(nodes: u32, alignment: Option<(Policy, Scope)>) -> managers::Rules {
             policy,
             scope,
             closest: false,
-            most_nodes: 8,
+            max_nodes: 8,
         }),
         ..managers::Rules::default()
     }
@@ -307,7 +307,7 @@ fn memory_state_mismatches_are_reported() {
     // The tables count memory that no container has.
     let text = checkpoints.memory.clone().expect("one");
     let mut state = checkpoint::read(&text, "Static").expect("a state");
-    state.given.clear();
+    state.allocations.clear();
     let checkpoints = Checkpoints {
         memory: Some(checkpoint::write("Static", &state)),
         ..Checkpoints::default()
@@ -326,7 +326,7 @@ fn reserved_memory_equals_what_node_allocatable_reserves() {
         huge_pages: vec![(2 << 20, 4)],
     };
     let none = BTreeMap::new();
-    let thresholds = parse(Statements {
+    let thresholds = parse(ThresholdSettings {
         hard: &DEFAULT_HARD
             .map(|(k, v)| (k.to_owned(), v.to_owned()))
             .into(),
@@ -361,8 +361,8 @@ fn reserved_memory_equals_what_node_allocatable_reserves() {
 fn memory_of_running_containers_is_not_resized() {
     let managers = start(1, None);
     let (one, two) = (pod("a", &[("main", 10, 0)]), pod("a", &[("main", 20, 0)]));
-    assert_eq!(managers.resize(&one, &one), Ok(()));
-    let refusal = managers.resize(&one, &two).expect_err("a rejection");
+    assert_eq!(managers.check_resize(&one, &one), Ok(()));
+    let refusal = managers.check_resize(&one, &two).expect_err("a rejection");
     assert_eq!(
         (refusal.reason.as_str(), refusal.message.as_str()),
         (
@@ -397,7 +397,7 @@ fn a_numa_node_of_a_group_allocates_only_with_the_group() {
 }
 
 /// A container in the data: kind, memory, huge pages, and the nodes of the topology manager.
-type Asked<'a> = (&'a str, u64, u64, Hint);
+type Requested<'a> = (&'a str, u64, u64, Hint);
 
 fn shown_hints(hints: &Hints) -> String {
     let Some(hints) = hints.get("memory") else {
@@ -438,8 +438,8 @@ fn memory_of(line: &str) -> Memory {
     Memory::new(&rules, &topology, &set_aside).expect("valid rules")
 }
 
-fn asked(text: &str) -> Vec<Asked<'_>> {
-    let one = |text| -> Asked<'_> {
+fn requested(text: &str) -> Vec<Requested<'_>> {
+    let one = |text| -> Requested<'_> {
         let (amounts, nodes): (&str, &str) = str::split_once(text, '@').expect("nodes");
         let (kind, amounts) = amounts.split_once('/').expect("a kind");
         let amounts = numbers(amounts);
@@ -449,12 +449,12 @@ fn asked(text: &str) -> Vec<Asked<'_>> {
 }
 
 /// Allocates a pod's memory; returns the result in the format of the data.
-fn answer(memory: &mut Memory, uid: &str, asked: &[Asked<'_>]) -> String {
-    let containers: Vec<(&str, u64, u64)> = asked.iter().map(|a| (a.0, a.1, a.2)).collect();
+fn answer(memory: &mut Memory, uid: &str, requested: &[Requested<'_>]) -> String {
+    let containers: Vec<(&str, u64, u64)> = requested.iter().map(|a| (a.0, a.1, a.2)).collect();
     let pod = pod(uid, &containers);
-    let mut answer = format!("pod {}", shown_hints(&memory.hints(Asker::Pod(&pod))));
-    for ((role, container), (.., affinity)) in pod::containers(&pod).iter().zip(asked) {
-        let hints = memory.hints(Asker::Container(&pod, container));
+    let mut answer = format!("pod {}", shown_hints(&memory.hints(Subject::Pod(&pod))));
+    for ((role, container), (.., affinity)) in pod::containers(&pod).iter().zip(requested) {
+        let hints = memory.hints(Subject::Container(&pod, container));
         answer += &format!(" {}", shown_hints(&hints));
         if let Err(refusal) = memory.allocate(&pod, *role, container, *affinity, &mut vec![]) {
             memory.release(uid);
@@ -489,7 +489,11 @@ fn memory_is_allocated_as_by_the_kubelet() {
                 let text = line.trim_start_matches("checkpoint ");
                 let mut state = checkpoint::read(text, "Static").expect("a state");
                 assert_eq!(checkpoint::write("Static", &state), text);
-                for blocks in state.given.values_mut().flat_map(BTreeMap::values_mut) {
+                for blocks in state
+                    .allocations
+                    .values_mut()
+                    .flat_map(BTreeMap::values_mut)
+                {
                     blocks.sort_by(|a, b| a.resource.cmp(&b.resource));
                 }
                 assert_eq!(&state, memory.state());
@@ -501,7 +505,7 @@ fn memory_is_allocated_as_by_the_kubelet() {
             }
             (uid, containers) => {
                 assert_eq!(
-                    answer(&mut memory, uid, &asked(containers)),
+                    answer(&mut memory, uid, &requested(containers)),
                     expected,
                     "{line}"
                 );
@@ -540,7 +544,7 @@ proptest! {
                     prop_assert_eq!(table.free + table.reserved, table.allocatable);
                 }
                 let reserved: u64 = state.nodes.values().map(|n| n.tables[resource].reserved).sum();
-                let blocks = state.given.values().flat_map(BTreeMap::values).flatten();
+                let blocks = state.allocations.values().flat_map(BTreeMap::values).flatten();
                 let given: u64 = blocks.filter(|b| b.resource == resource).map(|b| b.size).sum();
                 prop_assert_eq!(reserved, given, "{}", resource);
             }
@@ -579,7 +583,7 @@ proptest! {
                 }
             }
             let mut again = fresh.clone();
-            prop_assert_eq!(again.adopt(memory.state().clone()), Ok(()));
+            prop_assert_eq!(again.load(memory.state().clone()), Ok(()));
         }
     }
 }

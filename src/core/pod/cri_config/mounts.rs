@@ -102,7 +102,7 @@ pub fn volume_mount(
     }
     let propagation = propagation as i32;
     let recursive_read_only = recursive_read_only(mount, node.recursive_read_only)
-        .map_err(|why| why.within("failed to resolve recursive read-only mode"))?;
+        .map_err(|why| why.context("failed to resolve recursive read-only mode"))?;
     Ok(pb::Mount {
         container_path: absolute(&mount.mount_path),
         readonly: mount.read_only == Some(true),

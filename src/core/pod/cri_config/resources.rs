@@ -6,7 +6,7 @@ use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::Node;
-use crate::core::cpuset::list;
+use crate::core::cpuset::format_list;
 use crate::core::node::preempt::is_critical;
 use crate::core::pod;
 use crate::core::pod::cgroup::{self, oom_score_adj};
@@ -102,10 +102,10 @@ pub fn resources(pod: &Pod, container: &Container, node: &Node) -> pb::LinuxCont
 /// feature gate `DisableCPUQuotaWithExclusiveCPUs`).
 fn bind(message: &mut pb::LinuxContainerResources, uid: &str, name: &str, node: &Node) {
     if let Some(cpus) = node.pinning.cpus(uid, name) {
-        message.cpuset_cpus = list(cpus);
+        message.cpuset_cpus = format_list(cpus);
     }
     if let Some(nodes) = node.pinning.memory_nodes(uid, name) {
-        message.cpuset_mems = list(nodes);
+        message.cpuset_mems = format_list(nodes);
     }
     if node.pinning.has_own_cpus(uid, name) {
         lift_quota(message);

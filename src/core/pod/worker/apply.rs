@@ -50,10 +50,10 @@ impl Worker {
             Input::VolumesChanged => {
                 (self.volumes.stale, self.volumes.changed) = (true, true);
                 self.forget_retry(&Key::Volumes);
-                self.wake_retries(&[Class::WaitForNews]);
+                self.wake_retries(&[Class::WaitForChange]);
             }
             // Changes since the outage are found by the listing.
-            Input::RuntimeBack => self.wake_retries(&[Class::WaitForNews]),
+            Input::RuntimeBack => self.wake_retries(&[Class::WaitForChange]),
             Input::DriversChanged => {
                 self.forget_retry(&Key::Volumes);
                 if has_claims(self.update.with_status()) {
@@ -132,7 +132,7 @@ impl Worker {
         }
         self.adopt_update();
         // Paths and variables may reference labels and annotations.
-        self.wake_retries(&[Class::WaitForNews, Class::Final]);
+        self.wake_retries(&[Class::WaitForChange, Class::Final]);
         if changed {
             self.retries.clear();
             if self.is_in_flight(&Key::ResizeRequest) {
@@ -282,7 +282,7 @@ impl Worker {
         self.images.remove(name);
         self.record_problem(start.container.name.clone(), problem);
         let pause = |failures: u32| match class {
-            Class::WaitForNews | Class::RetryLater => START_RETRY.after(1),
+            Class::WaitForChange | Class::RetryLater => START_RETRY.after(1),
             Class::Final => START_RETRY.after(failures),
         };
         // Pulling the image and starting the container share one back-off.
@@ -292,7 +292,7 @@ impl Worker {
         });
         if self.volumes.stale || self.is_in_flight(&Key::Volumes) {
             // The missing object may be among the changes since.
-            self.wake_retries(&[Class::WaitForNews]);
+            self.wake_retries(&[Class::WaitForChange]);
         }
         if matches!(op, Op::Start { .. }) {
             self.require_observation();
@@ -629,7 +629,7 @@ impl Worker {
 
     fn record_failure(&mut self, now: Timestamp, key: &Key, class: Class) {
         let pauses = match class {
-            Class::RetryLater | Class::WaitForNews => &RETRY,
+            Class::RetryLater | Class::WaitForChange => &RETRY,
             Class::Final => &START_RETRY,
         };
         self.block_until(now, key, class, |failures| {

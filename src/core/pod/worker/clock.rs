@@ -35,6 +35,6 @@ impl Worker {
                 moved(until);
             }
         }
-        self.backoff.move_by(by);
+        self.backoff.adjust_clock(by);
     }
 }

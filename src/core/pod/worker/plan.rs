@@ -502,7 +502,7 @@ impl Worker {
         }
         let finished = self.last_exit(name)?;
         let key = backoff_key(start);
-        let held = self.backoff.held(&key, finished, facts.now)?;
+        let held = self.backoff.remaining(&key, finished, facts.now)?;
         let shown = time::shown(Duration::try_from(held.delay).unwrap_or_default());
         let described = pod::described(&self.effective);
         let message =

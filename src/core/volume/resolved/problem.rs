@@ -104,7 +104,7 @@ impl Problem {
     pub fn class(&self) -> Class {
         match self {
             Problem::SetUp(fault) | Problem::Map(fault) => fault.class,
-            Problem::Claim(_) => Class::WaitForNews,
+            Problem::Claim(_) => Class::WaitForChange,
             Problem::UnderWay { .. }
             | Problem::Permissions(_)
             | Problem::Mismatch(_)

@@ -49,7 +49,7 @@ fn used(mut cpus: Cpus, shared: &CpuSet, own: &CpuSet) -> Cpus {
         }
     }
     let shared = shared.clone();
-    let adopted = cpus.adopt(State { shared, exclusive });
+    let adopted = cpus.load(State { shared, exclusive });
     adopted.expect("a valid state");
     cpus
 }
@@ -70,7 +70,7 @@ fn given(cpus: &mut Cpus, asks: &str, near: &str) -> String {
         }
         let own = &cpus.state().exclusive["own"][&container.name];
         assert!(own.is_disjoint(&cpus.state().shared), "{asks:?}");
-        sets.push(list(own));
+        sets.push(format_list(own));
     }
     sets.join(" ")
 }
@@ -91,8 +91,8 @@ fn shown(hints: &Hints) -> String {
 fn hinted(cpus: &Cpus, asks: &str) -> String {
     let pod = pod("own", &[("main", asks)]);
     let container = &pod.spec.as_ref().expect("a spec").containers[0];
-    let of_container = shown(&cpus.hints(Asker::Container(&pod, container)));
-    assert_eq!(shown(&cpus.hints(Asker::Pod(&pod))), of_container);
+    let of_container = shown(&cpus.hints(Subject::Container(&pod, container)));
+    assert_eq!(shown(&cpus.hints(Subject::Pod(&pod))), of_container);
     of_container
 }
 
@@ -106,8 +106,8 @@ fn adopted(mut cpus: Cpus, shared: &str, given: &str) -> String {
         shared: numbers(shared),
         exclusive: pods.map(pod).collect(),
     };
-    match cpus.adopt(state) {
-        Ok(()) => list(&cpus.state().shared),
+    match cpus.load(state) {
+        Ok(()) => format_list(&cpus.state().shared),
         Err(_) => "refused".to_owned(),
     }
 }

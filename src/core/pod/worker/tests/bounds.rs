@@ -2,11 +2,11 @@
 //! accepts them, they must not crash the agent.
 
 use super::*;
-use crate::core::node::admit::{self, Here};
+use crate::core::node::admit::{self, NodeState};
 use crate::core::node::capacity::{self, MachineSize};
 use crate::core::node::eviction::Pressures;
 use crate::core::node::ledger::Ledger;
-use crate::core::node::shutdown::{Period, Periods, Statements};
+use crate::core::node::shutdown::{Period, Periods, ShutdownSettings};
 use crate::core::node::{cpus, hints, managers, memory, preempt, topology, used::Used};
 use crate::core::pod::cri_config::{self, Prepared};
 use crate::core::pod::memory_qos::{self, MemoryQos};
@@ -249,7 +249,7 @@ fn managers() -> managers::Managers {
             policy: hints::Policy::BestEffort,
             scope: hints::Scope::Container,
             closest: false,
-            most_nodes: 8,
+            max_nodes: 8,
         }),
         ..managers::Rules::default()
     };
@@ -279,7 +279,7 @@ fn admit(pod: &Arc<Pod>, draw: &mut Draw<'_>) {
         thresholds: &[],
     };
     let allocatable = capacity::allocatable(&machine, limits);
-    let here = Here {
+    let node_state = NodeState {
         allocatable: &allocatable,
         node: &node,
         unsafe_sysctls: &[],
@@ -292,16 +292,16 @@ fn admit(pod: &Arc<Pod>, draw: &mut Draw<'_>) {
     let mut used = Used::default();
     used.set("other", pod);
     let (first, second) = (
-        admit::admit(pod, &Used::default(), &here),
-        admit::admit(pod, &used, &here),
+        admit::admit(pod, &Used::default(), &node_state),
+        admit::admit(pod, &used, &node_state),
     );
     if let Some(refusal) = first.err().or(second.err()) {
-        let _ = preempt::victims(pod, &[&**pod, &**pod], &refusal.missing);
+        let _ = preempt::choose_victims(pod, &[&**pod, &**pod], &refusal.missing);
     }
     let mut ledger = Ledger::default();
-    let _ = ledger.admit(pod, &here, Duration::ZERO);
-    let _ = ledger.grow(pod, here.room());
-    let _ = ledger.give_up_overdue(ledger.next_overdue().unwrap_or(Duration::MAX));
+    let _ = ledger.admit(pod, &node_state, Duration::ZERO);
+    let _ = ledger.allocate_resize(pod, node_state.resources());
+    let _ = ledger.release_overdue(ledger.next_deadline().unwrap_or(Duration::MAX));
     let _ = managers().admit(pod, &mut crate::core::node::devices::Devices::default());
     shut_down(pod, draw);
     for side in [Side::Requests, Side::Limits] {
@@ -317,12 +317,12 @@ fn shut_down(pod: &Arc<Pod>, draw: &mut Draw<'_>) {
         priority: draw.short(),
         shutdown_grace_period_seconds: draw.long(),
     });
-    let statements = Statements {
+    let settings = ShutdownSettings {
         all: Duration::ZERO,
         critical: Duration::ZERO,
         by_priority: periods.collect(),
     };
-    if let Ok(periods) = Periods::new(&statements) {
+    if let Ok(periods) = Periods::new(&settings) {
         for phase in periods.phases(vec![Arc::clone(pod)]) {
             let verdict = phase.verdict(pod, phase.period);
             assert!(

@@ -36,7 +36,7 @@ fn pause(run: &mut Run, key: &Key, outcome: Outcome) -> i64 {
 fn back_off_grows_only_for_final_failures() {
     for (class, expected) in [
         (Class::RetryLater, [10, 10, 10, 10, 10, 10, 10]),
-        (Class::WaitForNews, [10, 10, 10, 10, 10, 10, 10]),
+        (Class::WaitForChange, [10, 10, 10, 10, 10, 10, 10]),
         (Class::Final, [10, 20, 40, 60, 60, 60, 60]),
     ] {
         let mut run = starting();
@@ -70,7 +70,7 @@ fn is_retried_after(class: Class, change: impl FnOnce(&mut Run)) -> bool {
 #[test]
 fn a_failed_start_is_retried_when_its_missing_object_appears() {
     for (class, again) in [
-        (Class::WaitForNews, true),
+        (Class::WaitForChange, true),
         (Class::RetryLater, false),
         (Class::Final, false),
     ] {
@@ -96,7 +96,7 @@ fn a_change_that_arrives_before_the_failure_is_not_lost() {
             run.settle_but(|op| matches!(op, Op::Start { .. }));
             run.input(Input::VolumesChanged);
         }
-        run.done(&start("c"), waits(Class::WaitForNews));
+        run.done(&start("c"), waits(Class::WaitForChange));
         pass(&mut run);
         // A second change waits until the next refresh may begin.
         run.now += 1500;
@@ -117,7 +117,7 @@ fn frequent_changes_do_not_bypass_the_back_off() {
         let spec = json!({"containers": [{"name": "c", "image": "i"}]});
         let metadata = json!({"annotations": {"a": n.to_string()}});
         run.input(Input::Update(a_pod(spec, metadata)));
-        run.done(&start("c"), waits(Class::WaitForNews));
+        run.done(&start("c"), waits(Class::WaitForChange));
         run.settle_but(|op| matches!(op, Op::Start { .. }));
         run.now += 100;
         run.input(Input::Tick);
@@ -132,7 +132,7 @@ fn frequent_changes_do_not_bypass_the_back_off() {
 #[test]
 fn a_refresh_without_changes_causes_no_retry() {
     let mut run = starting();
-    run.done(&start("c"), waits(Class::WaitForNews));
+    run.done(&start("c"), waits(Class::WaitForChange));
     run.settle();
     let begun = run.count(&start("c"));
     for _ in 0..9 {
@@ -148,7 +148,7 @@ fn a_refresh_without_changes_causes_no_retry() {
 fn a_changed_annotation_causes_a_retry() {
     for (class, again) in [
         (Class::Final, true),
-        (Class::WaitForNews, true),
+        (Class::WaitForChange, true),
         (Class::RetryLater, false),
     ] {
         let spec = json!({"containers": [{"name": "c", "image": "i"}]});

@@ -13,15 +13,15 @@ use crate::core::time::shown;
 /// Controllers that the limits of pods need.
 pub(super) const CONTROLLERS: [&str; 4] = ["cpu", "cpuset", "memory", "pids"];
 /// Clock difference above which tokens and certificates are sometimes invalid.
-const SKEW: SignedDuration = SignedDuration::from_secs(5);
+const MAX_CLOCK_SKEW: SignedDuration = SignedDuration::from_secs(5);
 /// Remaining validity below which a certificate should already have been renewed.
 const EXPIRES_SOON: SignedDuration = SignedDuration::from_hours(7 * 24);
 /// Response time above which all pod operations are slow.
 pub(super) const SLOW: Duration = Duration::from_secs(1);
 /// The kubelet's default eviction thresholds for available bytes and free inodes, in percent.
-const LITTLE_ROOM: (u64, u64) = (10, 5);
+const MIN_AVAILABLE_PERCENT: (u64, u64) = (10, 5);
 /// The kubelet's default threshold for available bytes on the image filesystem, in percent.
-const LITTLE_ROOM_FOR_IMAGES: u64 = 15;
+const MIN_AVAILABLE_PERCENT_FOR_IMAGES: u64 = 15;
 /// Purpose of the image filesystem.
 const IMAGES: &str = "images";
 
@@ -123,11 +123,11 @@ pub(super) fn cgroups(facts: &Facts) -> Vec<Finding> {
         ));
     }
     let driver = |systemd| if systemd { "systemd" } else { "cgroupfs" };
-    let said = facts
+    let result = facts
         .runtime
         .iter()
-        .find_map(|(_, said)| said.as_ref().ok());
-    match said.and_then(|runtime| runtime.systemd_cgroups) {
+        .find_map(|(_, result)| result.as_ref().ok());
+    match result.and_then(|runtime| runtime.systemd_cgroups) {
         Some(systemd) if systemd != facts.wants_systemd => findings.push(fault(
             Severity::Warning,
             "cgroups",
@@ -151,10 +151,10 @@ pub(super) fn cgroups(facts: &Facts) -> Vec<Finding> {
 
 pub(super) fn runtime(
     endpoint: &str,
-    said: &Result<RuntimeFacts, String>,
+    result: &Result<RuntimeFacts, String>,
     network: Option<&NetworkFacts>,
 ) -> Vec<Finding> {
-    let facts = match said {
+    let facts = match result {
         Ok(facts) => facts,
         Err(why) => {
             return vec![fault(
@@ -230,8 +230,8 @@ pub(super) fn disk(disk: &Disk) -> Vec<Finding> {
     let mut findings = vec![];
     let leads_to = "below the eviction thresholds, images are removed and pods are evicted";
     let least = match *purpose {
-        IMAGES => LITTLE_ROOM_FOR_IMAGES,
-        _ => LITTLE_ROOM.0,
+        IMAGES => MIN_AVAILABLE_PERCENT_FOR_IMAGES,
+        _ => MIN_AVAILABLE_PERCENT.0,
     };
     if room < least {
         findings.push(fault(
@@ -244,7 +244,7 @@ pub(super) fn disk(disk: &Disk) -> Vec<Finding> {
             ),
         ));
     }
-    if *inodes > 0 && free < LITTLE_ROOM.1 {
+    if *inodes > 0 && free < MIN_AVAILABLE_PERCENT.1 {
         findings.push(fault(
             Severity::Warning,
             "disk",
@@ -316,14 +316,14 @@ pub(super) fn port(port: &Port) -> Finding {
             format!("{address} ({field}) is served by {name} (pid {pid})"),
         ),
         Some(other) => {
-            let who = match other {
+            let holder_name = match other {
                 Some((name, pid)) => format!("{name} (pid {pid})"),
                 None => "another process".into(),
             };
             fault(
                 Severity::Error,
                 "port",
-                format!("{address} ({field}) is in use by {who}"),
+                format!("{address} ({field}) is in use by {holder_name}"),
                 "the agent cannot serve there: no logs, no exec, no metrics",
                 format!("stop that process, or set another port with {field}"),
             )
@@ -331,12 +331,12 @@ pub(super) fn port(port: &Port) -> Finding {
     }
 }
 
-pub(super) fn certificate(held: &Certificate, now: Timestamp) -> Finding {
+pub(super) fn certificate(certificate: &Certificate, now: Timestamp) -> Finding {
     let Certificate {
         purpose,
         path,
         lifetime: (begins, ends),
-    } = held;
+    } = certificate;
     let found = |what: String| format!("the {purpose} certificate {} {what}", path.display());
     if now < *begins {
         return fault(
@@ -356,9 +356,9 @@ pub(super) fn certificate(held: &Certificate, now: Timestamp) -> Finding {
             "kubeadm certs renew, or join the node again; with rotateCertificates a running agent renews it automatically",
         );
     }
-    let left = ends.duration_since(now);
-    let days = left.as_hours() / 24;
-    if left < EXPIRES_SOON {
+    let remaining = ends.duration_since(now);
+    let days = remaining.as_hours() / 24;
+    if remaining < EXPIRES_SOON {
         return fault(
             Severity::Warning,
             "certificate",
@@ -390,8 +390,8 @@ fn missing(registers_after: Option<Duration>) -> Finding {
     }
 }
 
-pub(super) fn api(said: &Result<ApiFacts, String>) -> Vec<Finding> {
-    let facts = match said {
+pub(super) fn api(result: &Result<ApiFacts, String>) -> Vec<Finding> {
+    let facts = match result {
         Ok(facts) => facts,
         Err(why) => {
             return vec![fault(
@@ -404,7 +404,7 @@ pub(super) fn api(said: &Result<ApiFacts, String>) -> Vec<Finding> {
         }
     };
     let mut findings = vec![];
-    if let Some(clock) = facts.clock.filter(|c| c.abs() > SKEW) {
+    if let Some(clock) = facts.clock.filter(|c| c.abs() > MAX_CLOCK_SKEW) {
         let (by, seconds) = (
             if clock.is_positive() {
                 "behind"

@@ -11,11 +11,11 @@ use super::checkpoint::{Data, Entry};
 use super::{Allocation, Devices, Plugin, Resource};
 
 /// NUMA node number in the checkpoint for devices without a NUMA node.
-const NOWHERE: i64 = -1;
+const NO_NODE: i64 = -1;
 
 /// Settings of a container for its devices. If two plugins set the same name or path, the first wins.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Given {
+pub struct DeviceConfig {
     /// Environment variables. The container's own variables take precedence.
     pub env: Vec<(String, String)>,
     /// Mounts.
@@ -28,16 +28,16 @@ pub struct Given {
     pub cdi: Vec<String>,
 }
 
-impl Given {
-    fn add(&mut self, answer: &ContainerAllocateResponse) {
+impl DeviceConfig {
+    fn add(&mut self, response: &ContainerAllocateResponse) {
         // Protobuf maps are unordered; sorting keeps the result stable.
-        let envs: BTreeMap<_, _> = answer.envs.iter().collect();
+        let envs: BTreeMap<_, _> = response.envs.iter().collect();
         for (name, value) in envs {
             if !self.env.iter().any(|(known, _)| known == name) {
                 self.env.push((name.clone(), value.clone()));
             }
         }
-        for mount in &answer.mounts {
+        for mount in &response.mounts {
             let path = &mount.container_path;
             if !self.mounts.iter().any(|m| m.container_path == *path) {
                 self.mounts.push(cri::Mount {
@@ -48,7 +48,7 @@ impl Given {
                 });
             }
         }
-        for device in &answer.devices {
+        for device in &response.devices {
             let path = &device.container_path;
             if !self.devices.iter().any(|d| d.container_path == *path) {
                 self.devices.push(cri::Device {
@@ -58,11 +58,11 @@ impl Given {
                 });
             }
         }
-        for (name, value) in &answer.annotations {
+        for (name, value) in &response.annotations {
             let entry = self.annotations.entry(name.clone());
             entry.or_insert_with(|| value.clone());
         }
-        for device in &answer.cdi_devices {
+        for device in &response.cdi_devices {
             if !self.cdi.contains(&device.name) {
                 self.cdi.push(device.name.clone());
             }
@@ -73,33 +73,35 @@ impl Given {
 impl Devices {
     /// Settings of a container for its devices, merged in the order of resource names.
     #[must_use]
-    pub fn given(&self, uid: &str, container: &str) -> Given {
+    pub fn config_of(&self, uid: &str, container: &str) -> DeviceConfig {
         let allocations = self.pods.get(uid).and_then(|pod| pod.get(container));
-        let mut given = Given::default();
+        let mut config = DeviceConfig::default();
         for own in allocations.into_iter().flat_map(BTreeMap::values) {
-            own.answer.iter().for_each(|answer| given.add(answer));
+            own.response
+                .iter()
+                .for_each(|response| config.add(response));
         }
-        given
+        config
     }
 
     /// Restores the content of a checkpoint when the agent starts. Plugins have [`super::GRACE`] to register again;
     /// until then their resources have no devices.
     #[must_use]
-    pub fn restored(data: Data, now: Timestamp) -> Devices {
+    pub fn from_checkpoint(data: Data, now: Timestamp) -> Devices {
         let mut devices = Devices::default();
         for entry in data.pod_device_entries.into_iter().flatten() {
-            let answer = entry.answer().unwrap_or_default();
-            let Ok(answer) = ContainerAllocateResponse::decode(answer.as_slice()) else {
+            let response = entry.response().unwrap_or_default();
+            let Ok(response) = ContainerAllocateResponse::decode(response.as_slice()) else {
                 continue;
             };
             let mut own = Allocation {
-                answer: Some(answer),
+                response: Some(response),
                 ..Allocation::default()
             };
             for (node, ids) in entry.device_ids.into_iter().flatten() {
                 for id in ids.into_iter().flatten() {
                     let numa = own.devices.entry(id).or_default();
-                    numa.extend((node != NOWHERE).then_some(node));
+                    numa.extend((node != NO_NODE).then_some(node));
                 }
             }
             let of_pod = devices.pods.entry(entry.pod_uid).or_default();
@@ -120,18 +122,20 @@ impl Devices {
 
     /// Content of the checkpoint: all allocations that have a response from the plugin.
     #[must_use]
-    pub fn to_keep(&self) -> Data {
+    pub fn checkpoint_data(&self) -> Data {
         let mut entries = vec![];
         for (uid, containers) in &self.pods {
             for (container, allocations) in containers {
                 for (resource, own) in allocations {
-                    let Some(answer) = &own.answer else { continue };
+                    let Some(response) = &own.response else {
+                        continue;
+                    };
                     entries.push(Entry {
                         pod_uid: uid.clone(),
                         container_name: container.clone(),
                         resource_name: resource.clone(),
                         device_ids: Some(by_node(own)),
-                        alloc_resp: Some(Entry::encoded(&answer.encode_to_vec())),
+                        alloc_resp: Some(Entry::encoded(&response.encode_to_vec())),
                     });
                 }
             }
@@ -150,8 +154,8 @@ impl Devices {
 fn by_node(own: &Allocation) -> BTreeMap<i64, Option<Vec<String>>> {
     let mut nodes: BTreeMap<i64, Option<Vec<String>>> = BTreeMap::new();
     for (id, numa) in &own.devices {
-        let nowhere = BTreeSet::from([NOWHERE]);
-        let numa = if numa.is_empty() { &nowhere } else { numa };
+        let no_node = BTreeSet::from([NO_NODE]);
+        let numa = if numa.is_empty() { &no_node } else { numa };
         for node in numa {
             let ids = nodes.entry(*node).or_default();
             ids.get_or_insert_default().push(id.clone());
