@@ -659,7 +659,7 @@ async fn changed_cgroups_are_restored() {
     std::fs::write(memory_of(system), "1048576000").unwrap();
     sys::cgroup::remove(&format!("{root}/kubepods/burstable")).unwrap();
     let begun = Instant::now();
-    let mended = tokio::time::timeout(Duration::from_secs(10), host.mend_cgroups()).await;
+    let mended = tokio::time::timeout(Duration::from_secs(10), host.restore_cgroups()).await;
     let mended = mended.expect("changes are detected within seconds");
     eprintln!("restored after {:?}: {mended:?}", begun.elapsed());
     let names: Vec<&str> = mended.iter().map(|m| m.cgroup.as_str()).collect();

@@ -52,7 +52,7 @@ use holdfast::cri::{
     Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind,
     RuntimeStatus, Stock,
 };
-use holdfast::host::{HostError, Log, OnTakenAway, PodHost, SubPath};
+use holdfast::host::{HostError, Log, OnRemoval, PodHost, SubPath};
 use holdfast::kubeapi::answers::{Answers, Recovery};
 use holdfast::kubeapi::cache::{Cache, Writer};
 use holdfast::kubeapi::objects::{Following, OnChange};

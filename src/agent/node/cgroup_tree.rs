@@ -190,7 +190,7 @@ async fn apply(context: &Context) {
 async fn mend(context: &Context) {
     let mut told: HashMap<(String, String), Instant> = HashMap::new();
     loop {
-        for mended in context.host.mend_cgroups().await {
+        for mended in context.host.restore_cgroups().await {
             let Mended {
                 cgroup,
                 changes,

@@ -30,7 +30,7 @@ impl Telling {
 }
 
 async fn emit(events: Events, pod: Pod, giving: Giving) {
-    let far = || ownership::under_way(&giving.root);
+    let far = || ownership::progress(&giving.root);
     let Some(begun) = far().map(|far| far.begun) else {
         return;
     };
@@ -69,7 +69,7 @@ mod tests {
                 ownership::set_group(&root, group, false, false, &wait)
             }
         });
-        while ownership::under_way(&root).is_none_or(|far| far.files() == 0) {
+        while ownership::progress(&root).is_none_or(|far| far.files() == 0) {
             std::thread::sleep(Duration::from_millis(1));
         }
         let (events, mut heard) = Events::heard();

@@ -12,8 +12,8 @@ use crate::core::volume::csi::VolumeData;
 use crate::core::volume::resolved::Problem;
 use crate::host::HostError;
 use crate::host::linux::{LinuxHost, make, segment};
+use crate::sys::blocking_calls::Call;
 use crate::sys::failure::doing;
-use crate::sys::patient::Call;
 use crate::sys::{file, mount};
 
 const PLUGIN: &str = "kubernetes.io~csi";
@@ -395,7 +395,7 @@ pub fn labels_files(target: &Path) -> Result<bool, HostError> {
 impl LinuxHost {
     /// Changes the group ownership of a published volume. For a large volume, the work
     /// continues in the background and the returned problem contains the progress.
-    pub(in crate::host) async fn give(
+    pub(in crate::host) async fn change_ownership(
         &self,
         volume: &Published,
         owner: Ownership,
@@ -405,15 +405,16 @@ impl LinuxHost {
         };
         let key = format!("{}/{}/published", segment(&volume.uid)?, volume.name);
         let target = volume.target.clone();
-        let giver = self.giver(format!("kubernetes.io/csi:{}", volume.data.driver_name));
-        let give = move |call: &Call| {
-            giver
-                .give(&target, (group, owner), false, call)
+        let ownership_changer =
+            self.ownership_changer(format!("kubernetes.io/csi:{}", volume.data.driver_name));
+        let change = move |call: &Call| {
+            ownership_changer
+                .change(&target, (group, owner), false, call)
                 .map_err(doing("the volume's group cannot be set"))
                 .map_err(Problem::from)
         };
-        let outcome = self.patient.call_with(&key, KERNEL_TIMEOUT, give).await;
-        self.or_giving(outcome, &[&volume.target], &volume.target, owner)
+        let outcome = self.calls.call_with(&key, KERNEL_TIMEOUT, change).await;
+        self.with_ownership_progress(outcome, &[&volume.target], &volume.target, owner)
     }
 }
 
@@ -515,7 +516,7 @@ mod tests {
     fn reported_by(host: &mut LinuxHost) -> Told {
         let told = Told::default();
         let telling = std::sync::Arc::clone(&told);
-        host.given = Some(std::sync::Arc::new(move |plugin: &str, _, has_failed| {
+        host.on_ownership_change = Some(std::sync::Arc::new(move |plugin: &str, _, has_failed| {
             let mut told = telling.lock().expect("told");
             told.push((plugin.to_owned(), has_failed));
         }));
@@ -552,13 +553,13 @@ mod tests {
         // advance, so the call cannot time out before the walk has started.
         let begun = tokio::task::spawn_blocking(move || {
             let since = std::time::Instant::now();
-            while ownership::under_way(&target).is_none() && since.elapsed().as_secs() < 60 {
+            while ownership::progress(&target).is_none() && since.elapsed().as_secs() < 60 {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
         });
-        let (first, begun) = tokio::join!(host.give(&volume, owner), begun);
+        let (first, begun) = tokio::join!(host.change_ownership(&volume, owner), begun);
         begun.expect("the change has begun");
-        for outcome in [first, host.give(&volume, owner).await] {
+        for outcome in [first, host.change_ownership(&volume, owner).await] {
             let problem = outcome.expect_err("the change is in progress");
             assert_eq!(problem.reason(), "VolumePermissionChangeInProgress");
             assert!(
@@ -571,11 +572,7 @@ mod tests {
             assert_eq!(giving.shown, "u/volumes/kubernetes.io~csi/pv/mount");
             assert_eq!(giving.root, volume.target);
         }
-        assert_eq!(
-            host.patient.under_way(),
-            1,
-            "the change is started only once"
-        );
+        assert_eq!(host.calls.pending(), 1, "the change is started only once");
         // Pod termination cancels the work and waits only for a limited time.
         let unbound = host.unbind_sub_paths("u").await;
         drop((answers, held));
@@ -583,7 +580,7 @@ mod tests {
         assert_eq!(unbound, Ok(()));
         tokio::time::resume();
         let ended = host
-            .patient
+            .calls
             .cancel("u/", std::time::Duration::from_secs(60))
             .await;
         assert_eq!(ended, Ok(()));

@@ -36,8 +36,8 @@ use crate::csi::{CsiError, Driver, NodeInfo};
 use crate::host::volume::csi::{CsiDirs, Published, is_mounted, labels_files};
 use crate::host::{HostError, blocking};
 use crate::kubeapi::pods::TokenFor;
+use crate::sys::blocking_calls::BlockingCalls;
 use crate::sys::machine::Room;
-use crate::sys::patient::Patient;
 
 /// Why a volume cannot be released or queried yet.
 #[derive(Debug, thiserror::Error)]
@@ -114,7 +114,7 @@ pub struct Csi {
     problem: watch::Sender<Option<String>>,
     dirs: CsiDirs,
     /// Threads for filesystem calls that may hang.
-    rooms: Patient,
+    rooms: BlockingCalls,
 }
 
 impl Csi {
@@ -148,7 +148,7 @@ impl Csi {
             asked: Notify::new(),
             problem: watch::Sender::new(None),
             dirs,
-            rooms: Patient::default(),
+            rooms: BlockingCalls::default(),
         }
     }
 
@@ -531,7 +531,7 @@ async fn mount(
             on_mismatch: there || owner.on_mismatch,
             ..owner
         };
-        context.host.give_published(place, owner).await?;
+        context.host.chown_published(place, owner).await?;
     }
     Ok(staging)
 }
