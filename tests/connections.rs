@@ -180,7 +180,7 @@ impl Server {
         let query = request.uri().query().unwrap_or_default();
         let is_watch = query.contains("watch=true");
         let shown = peer.certificate.as_deref().unwrap();
-        let Some(der) = shown.holds() else {
+        let Some(der) = shown.trusted_der() else {
             seen.refused.fetch_add(1, Ordering::Relaxed);
             return https::text(StatusCode::UNAUTHORIZED, "Unauthorized");
         };

@@ -70,7 +70,7 @@ pub(super) struct Lenient<S> {
     /// Number of these bytes that may be passed on.
     done: usize,
     /// Number of bytes that pass unexamined before the next frame begins.
-    unseen: usize,
+    unexamined: usize,
     has_ended: bool,
 }
 
@@ -80,27 +80,27 @@ impl<S> Lenient<S> {
             inner,
             held: Vec::new(),
             done: 0,
-            unseen: PREFACE,
+            unexamined: PREFACE,
             has_ended: false,
         }
     }
 
     /// Examines the frames that have arrived completely.
-    fn look(&mut self) {
+    fn examine_frames(&mut self) {
         loop {
-            let passed = self.unseen.min(self.held.len() - self.done);
+            let passed = self.unexamined.min(self.held.len() - self.done);
             self.done += passed;
-            self.unseen -= passed;
+            self.unexamined -= passed;
             let Some(&[a, b, c, kind, flags, ..]) = self
                 .held
                 .get(self.done..self.done + HEADER)
-                .filter(|_| self.unseen == 0)
+                .filter(|_| self.unexamined == 0)
             else {
                 break;
             };
             let length = usize::try_from(u32::from_be_bytes([0, a, b, c])).unwrap_or(usize::MAX);
             if kind != HEADERS || length > LARGEST {
-                self.unseen = HEADER + length;
+                self.unexamined = HEADER + length;
                 continue;
             }
             let begins = self.done + HEADER;
@@ -239,7 +239,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Lenient<S> {
             ready!(Pin::new(&mut this.inner).poll_read(cx, &mut piece))?;
             this.held.extend_from_slice(piece.filled());
             this.has_ended = piece.filled().is_empty();
-            this.look();
+            this.examine_frames();
             if this.has_ended {
                 break;
             }
@@ -310,10 +310,10 @@ mod tests {
     }
 
     #[derive(Default)]
-    struct Heard(Mutex<Vec<Registration>>);
+    struct RecordingRegister(Mutex<Vec<Registration>>);
 
     #[async_trait]
-    impl Register for Heard {
+    impl Register for RecordingRegister {
         async fn register(&self, registration: Registration) -> Result<(), String> {
             self.0.lock().expect("not poisoned").push(registration);
             Ok(())
@@ -325,10 +325,10 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let socket = dir.path().join("socket");
         let listener = UnixListener::bind(&socket).expect("a socket");
-        let heard = Arc::new(Heard::default());
+        let heard = Arc::new(RecordingRegister::default());
         let serving = tokio::spawn(serve_registration(
             listener,
-            Arc::<Heard>::clone(&heard) as _,
+            Arc::<RecordingRegister>::clone(&heard) as _,
         ));
         let of_go = bytes(BLOCK);
         let path = b"/var/lib/kubelet/device-plugins/kubelet.sock";

@@ -522,7 +522,12 @@ impl PodHost for LinuxHost {
         .await
     }
 
-    async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<Usage, HostError> {
+    async fn volume_usage(
+        &self,
+        pod: &Pod,
+        volume: &str,
+        stop_above: u64,
+    ) -> Result<Usage, HostError> {
         let volumes = self.pod_dir(pod::uid(pod))?.join("volumes");
         let name = segment(volume)?.to_owned();
         let places = ["kubernetes.io~empty-dir", "kubernetes.io~configmap"]
@@ -530,7 +535,7 @@ impl PodHost for LinuxHost {
         let count = move || {
             places.iter().try_fold(Usage::default(), |all, place| {
                 let counted = quota::used(place)
-                    .and_then(|known| known.map_or_else(|| usage::of(place, enough), Ok));
+                    .and_then(|known| known.map_or_else(|| usage::of(place, stop_above), Ok));
                 let own = counted.map_err(doing(place.display()))?;
                 Ok(Usage {
                     bytes: all.bytes + own.bytes,

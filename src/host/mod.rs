@@ -222,8 +222,13 @@ pub trait PodHost: Send + Sync + 'static {
     async fn compress_log(&self, log: &Log) -> Result<(), HostError>;
     /// Reverts [`PodHost::rotate_log`].
     async fn revert_log_rotation(&self, log: &Log, aside: String) -> Result<(), HostError>;
-    /// The disk usage of a volume. Counting may stop above `enough` bytes.
-    async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<Usage, HostError>;
+    /// The disk usage of a volume. Counting may stop above `stop_above` bytes.
+    async fn volume_usage(
+        &self,
+        pod: &Pod,
+        volume: &str,
+        stop_above: u64,
+    ) -> Result<Usage, HostError>;
     /// The size of a container's logs in bytes.
     async fn log_usage(&self, pod: &Pod, container: &str) -> Result<u64, HostError>;
     /// The size and usage of the filesystem that contains a directory.

@@ -40,11 +40,11 @@ pub use commands::{CommandStreams, Output, OutputKind, serve_command};
 pub use connections::ConnectionSlot;
 pub use listeners::Listeners;
 pub use paced::paced;
-pub use panic_boundary::{Panicked, end_process_on_panic, guard};
+pub use panic_boundary::{Panicked, abort_on_panic, guard};
 pub use receive::{NotReceived, receive};
 pub use tls::{Certificate, Protocol, Tls, TlsFiles, client};
-pub use tunnel::{Outgoing, TunnelError, is_upgrade, tunnel};
-pub use websocket::{Carried, Channels, carried, serve_socket};
+pub use tunnel::{Outgoing, TunnelError, forward_request, is_upgrade};
+pub use websocket::{Channels, SocketContent, serve_socket, socket_content};
 
 /// The error of a body.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -100,8 +100,8 @@ pub fn text(status: StatusCode, text: impl Into<String>) -> Response<Body> {
 
 /// Keeps `kept` until the response's body is sent completely or its connection is closed.
 #[must_use]
-pub fn held(answer: Response<Body>, kept: impl Send + Unpin + 'static) -> Response<Body> {
-    answer.map(|body| Held { body, _kept: kept }.boxed_unsync())
+pub fn keep_with_body(answer: Response<Body>, kept: impl Send + Unpin + 'static) -> Response<Body> {
+    answer.map(|body| BodyWith { body, _kept: kept }.boxed_unsync())
 }
 
 /// Serves until the process exits; without `tls` in plain text.
@@ -149,7 +149,7 @@ pub async fn serve<S, F>(
                 id,
             };
             let Some(tls) = tls else {
-                return converse(
+                return serve_connection(
                     socket,
                     Peer {
                         address,
@@ -168,8 +168,8 @@ pub async fn serve<S, F>(
                 return;
             };
             let chain = stream.get_ref().1.peer_certificates();
-            let certificate = settings.judge(chain).map(Arc::new);
-            Box::pin(converse(
+            let certificate = settings.verify_client(chain).map(Arc::new);
+            Box::pin(serve_connection(
                 stream,
                 Peer {
                     address,
@@ -186,12 +186,12 @@ pub async fn serve<S, F>(
 }
 
 /// A body that keeps a value while it lives.
-struct Held<T> {
+struct BodyWith<T> {
     body: Body,
     _kept: T,
 }
 
-impl<T: Unpin> hyper::body::Body for Held<T> {
+impl<T: Unpin> hyper::body::Body for BodyWith<T> {
     type Data = Bytes;
     type Error = BoxError;
 
@@ -211,7 +211,7 @@ impl<T: Unpin> hyper::body::Body for Held<T> {
     }
 }
 
-async fn converse<S, F>(
+async fn serve_connection<S, F>(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     peer: Peer,
     limits: Limits,
@@ -231,7 +231,7 @@ async fn converse<S, F>(
                 text(StatusCode::INTERNAL_SERVER_ERROR, panicked.to_string())
             });
             // The connection is busy until the whole body is sent.
-            Ok::<_, Infallible>(answer.map(|body| Held { body, _kept: busy }))
+            Ok::<_, Infallible>(answer.map(|body| BodyWith { body, _kept: busy }))
         }
     });
     let mut builder = auto::Builder::new(TokioExecutor::new());
@@ -254,7 +254,7 @@ async fn converse<S, F>(
 
 #[cfg(test)]
 mod tests {
-    use super::connections::FRESH;
+    use super::connections::NEW_CONNECTION_GRACE;
     use super::*;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::{TcpListener, TcpStream};
@@ -263,7 +263,7 @@ mod tests {
     async fn a_value_held_by_a_response_is_dropped_after_its_body() {
         use hyper::body::Body as _;
         let kept = Arc::new(());
-        let answer = held(text(StatusCode::OK, "abc"), Arc::clone(&kept));
+        let answer = keep_with_body(text(StatusCode::OK, "abc"), Arc::clone(&kept));
         assert_eq!(answer.body().size_hint().exact(), Some(3));
         assert_eq!(Arc::strong_count(&kept), 2);
         let body = answer.into_body().collect().await.expect("a body");
@@ -464,7 +464,7 @@ mod tests {
         let mut known = TcpStream::connect(at).await.expect("connected");
         gate.open.notify_one();
         assert!(ask(&mut known, "/known").await.contains("END"));
-        tokio::time::sleep(FRESH + Duration::from_millis(100)).await;
+        tokio::time::sleep(NEW_CONNECTION_GRACE + Duration::from_millis(100)).await;
         let mut strangers = vec![];
         for _ in 0..20 {
             strangers.push(TcpStream::connect(at).await.expect("connected"));

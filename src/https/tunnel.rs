@@ -18,7 +18,7 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 
 use super::Body;
 use super::BoxError;
-use super::ending::{Copied, Progress, STALL, copy, discard, taken_over};
+use super::ending::{Copied, Progress, STALL, copy, discard, take_over};
 use super::full;
 use super::pairs::Pairs;
 
@@ -30,7 +30,7 @@ const GRACE: Duration = Duration::from_secs(2);
 pub enum TunnelError {
     /// The other server did not answer with valid HTTP.
     #[error("the backend did not respond: {0}")]
-    Talk(#[from] hyper::Error),
+    InvalidResponse(#[from] hyper::Error),
     /// The forwarded request cannot be built.
     #[error("the request cannot be forwarded: {0}")]
     Request(#[from] hyper::http::Error),
@@ -107,21 +107,21 @@ async fn both_ways(
                 }
             }
             // The server reads no more. Unread bytes of the client would reset the client's connection.
-            Copied::NotWritten(_) => discard(&mut from_client, progress).await,
-            Copied::NotRead(_) => {}
+            Copied::WriteFailed(_) => discard(&mut from_client, progress).await,
+            Copied::ReadFailed(_) => {}
         }
         copied
     };
     let back = async {
         let copied = copy(&mut from_server, &mut to_client, progress).await;
         match to_client.shutdown().await {
-            Err(error) if matches!(copied, Copied::Whole) => Copied::NotWritten(error),
+            Err(error) if matches!(copied, Copied::Whole) => Copied::WriteFailed(error),
             _ => copied,
         }
     };
     match select(pin!(there), pin!(back)).await {
-        Either::Left((Copied::NotRead(error), _))
-        | Either::Right((Copied::NotWritten(error), _)) => Err(error),
+        Either::Left((Copied::ReadFailed(error), _))
+        | Either::Right((Copied::WriteFailed(error), _)) => Err(error),
         Either::Left((_, back)) => {
             progress.bounds(GRACE, back.map(drop)).await;
             Ok(())
@@ -131,7 +131,7 @@ async fn both_ways(
                 tracing::debug!("the client of a tunnel stopped reading");
             }
             match copied {
-                Copied::NotRead(error) => Err(error),
+                Copied::ReadFailed(error) => Err(error),
                 _ => Ok(()),
             }
         }
@@ -140,7 +140,7 @@ async fn both_ways(
 
 /// Forwards a request over a new connection and returns the answer. If the other side leaves HTTP, bytes are copied
 /// both ways until both sides have closed; `held` is kept until then.
-pub async fn tunnel(
+pub async fn forward_request(
     mut request: Request<Incoming>,
     outgoing: &Outgoing,
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -192,8 +192,7 @@ pub async fn tunnel(
         let outer = hyper::upgrade::on(&mut answer);
         tokio::spawn(async move {
             let _held = held;
-            let (Some((inner, progress)), Ok(outer)) = tokio::join!(taken_over(inner), outer)
-            else {
+            let (Some((inner, progress)), Ok(outer)) = tokio::join!(take_over(inner), outer) else {
                 return;
             };
             let outer = Pairs::new(TokioIo::new(outer), forwards_ports);
@@ -249,7 +248,7 @@ mod tests {
                 let stream = tokio::net::TcpStream::connect(back_at)
                     .await
                     .expect("connected");
-                tunnel(request, &outgoing, stream, ())
+                forward_request(request, &outgoing, stream, ())
                     .await
                     .unwrap_or_else(|e| text(StatusCode::BAD_GATEWAY, e.to_string()))
             },

@@ -594,7 +594,7 @@ fn logind_is_delayed_and_its_announcements_are_received() {
         assert_eq!((next, now.unwrap()), (Some(announced), announced));
     }
     let refused = runtime.block_on(listening.inhibit());
-    assert!(matches!(refused, Err(LogindError::UnderWay)));
+    assert!(matches!(refused, Err(LogindError::InProgress)));
     logind.restart();
     let heard = async { tokio::time::timeout(support::patience(), listening.next()).await };
     let heard = runtime.block_on(heard);

@@ -17,7 +17,7 @@ use crate::core::image::canonical;
 use crate::core::image::gc::{Filesystem, Judged, Present};
 use crate::core::node::collection::{Failures, Fate, ImageFate, Removal, Report};
 use crate::core::pod;
-use crate::cri::{RuntimeError, Stock};
+use crate::cri::{ImageInventory, RuntimeError};
 use crate::host::HostError;
 
 /// Why images could not be removed.
@@ -130,7 +130,7 @@ async fn wanted_by_pods(context: &Context) -> BTreeSet<String> {
     pods.iter().flat_map(|pod| images_of(pod)).collect()
 }
 
-fn present(stock: &Stock, wanted: &BTreeSet<String>) -> Vec<Present> {
+fn present(stock: &ImageInventory, wanted: &BTreeSet<String>) -> Vec<Present> {
     let used = |image: &crate::cri::Image| {
         let names = || image.names.iter().chain(std::iter::once(&image.id));
         names().any(|name| stock.in_use.contains(name) || wanted.contains(name))
@@ -148,14 +148,14 @@ fn present(stock: &Stock, wanted: &BTreeSet<String>) -> Vec<Present> {
 struct Seen {
     images: Vec<Present>,
     /// The runtime's answer.
-    stock: Stock,
+    stock: ImageInventory,
     /// The time of the observation.
     at: Timestamp,
 }
 
 /// Lists the images, and records which are in use.
 async fn see(context: &Context, ages: &mut Ages) -> Result<Seen, CollectError> {
-    let stock = context.runtime.stock().await;
+    let stock = context.runtime.image_inventory().await;
     let stock = stock.map_err(CollectError::Unlisted)?;
     let images = present(&stock, &wanted_by_pods(context).await);
     let at = context.clock.now();
@@ -222,7 +222,7 @@ pub async fn collect(context: &Context) -> Result<Report, CollectError> {
     Ok(report)
 }
 
-async fn disk(context: &Context, stock: &Stock) -> Result<Filesystem, CollectError> {
+async fn disk(context: &Context, stock: &ImageInventory) -> Result<Filesystem, CollectError> {
     let disk = context.host.filesystem(&stock.mountpoint).await;
     disk.map_err(CollectError::Unmeasured)
 }

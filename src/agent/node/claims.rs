@@ -31,7 +31,7 @@ use crate::core::pod;
 use crate::core::pod::status::devices::OfPod;
 use crate::core::repeated::RepeatedFailures;
 use crate::devices::PluginError;
-use crate::devices::dra::{Answers, Driver, Report, Unheard};
+use crate::devices::dra::{Answers, Driver, HealthError, Report};
 use crate::host::HostError;
 use crate::kubeapi::pods::ApiFailure;
 use crate::sys::failure::doing;
@@ -361,7 +361,7 @@ impl ClaimManager {
             outcome: Outcome::GivenBack(false),
         };
         let call = async |driver: Driver, claims: &[Named]| {
-            let answer = driver.give_back(claims).await;
+            let answer = driver.unprepare(claims).await;
             judged("NodeUnprepareResources", claims, answer)
         };
         let (_, outcome) = self.ask(&asking.batches, call).await;
@@ -455,7 +455,7 @@ pub async fn register(
 /// Watches the health of a driver's devices. Returns if the driver does not support this. When the stream breaks, as it
 /// does when the driver is replaced, the last report stays valid until it expires.
 async fn listen(context: Arc<Context>, name: String, driver: Driver) {
-    let hear = async || -> Result<(), Unheard> {
+    let hear = async || -> Result<(), HealthError> {
         let mut stream = driver.health().await?;
         while let Some(devices) = stream.next().await? {
             context.claims.hear(&name, devices);
@@ -464,8 +464,8 @@ async fn listen(context: Arc<Context>, name: String, driver: Driver) {
     };
     loop {
         match hear().await {
-            Err(Unheard::Unsupported) => return,
-            Err(error @ Unheard::Ended(_)) => {
+            Err(HealthError::Unsupported) => return,
+            Err(error @ HealthError::Failed(_)) => {
                 tracing::debug!(driver = name, %error, "the stream of the driver's device health ended; reconnecting");
             }
             Ok(()) => {}

@@ -148,7 +148,7 @@ impl Access {
     /// Authenticates a request. Returns the error response if this fails.
     async fn who(&self, peer: &Peer, headers: &HeaderMap) -> Result<Identity, Response<Body>> {
         let shown = peer.certificate.as_deref();
-        if let Some(identity) = shown.and_then(|c| c.holds()).and_then(of_certificate) {
+        if let Some(identity) = shown.and_then(|c| c.trusted_der()).and_then(of_certificate) {
             return Ok(identity);
         }
         // A request with an invalid token is rejected, not treated as anonymous.

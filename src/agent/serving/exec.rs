@@ -23,7 +23,9 @@ use super::{Context, Refusal, Server};
 use crate::core::backoff::Doubling;
 use crate::core::serving::{Place, Streams, command_status, query};
 use crate::cri::{ExecProcess, PreparedExec, Stdio};
-use crate::https::{Carried, CommandStreams, Output, OutputKind, carried, serve_command};
+use crate::https::{
+    CommandStreams, Output, OutputKind, SocketContent, serve_command, socket_content,
+};
 use crate::sys::fifo::{self, Fifos};
 
 /// The directory of FIFOs, below the root directory.
@@ -76,7 +78,7 @@ pub(super) async fn session(
 
 /// Whether [`serve_command`] supports the client's protocol, over SPDY or WebSocket.
 fn is_supported(headers: &HeaderMap) -> bool {
-    if carried(headers) == Some(Carried::Command) {
+    if socket_content(headers) == Some(SocketContent::Command) {
         return true;
     }
     let upgrade = headers.get(UPGRADE);

@@ -123,7 +123,7 @@ async fn stream(
     let held = api.shares.last(&user.name)?;
     let path = request.uri().path().to_owned();
     let answer = api.by_node(sub, namespace, name, &path, request).await?;
-    Ok(https::held(answer, held))
+    Ok(https::keep_with_body(answer, held))
 }
 
 /// Builds the response to a user, subject to the user's limits of concurrent use.
@@ -136,7 +136,7 @@ fn within_share(
     match answer {
         Answer::Watch(_) => {
             let held = api.shares.last(user)?;
-            Ok(https::held(encode(answer, slot), held))
+            Ok(https::keep_with_body(encode(answer, slot), held))
         }
         Answer::Body {
             code,
