@@ -348,8 +348,8 @@ fn audit(flags: AuditFlags) -> anyhow::Result<()> {
         data_dir,
         network,
         cache_dir,
-        mend,
-        patience: std::time::Duration::from_secs(older_than),
+        repair: mend,
+        min_age: std::time::Duration::from_secs(older_than),
     })?;
     let (table, well) = ipam::table(&findings);
     println!("{table}");

@@ -345,7 +345,7 @@ impl Cgroups {
 
     /// Waits until another program has changed values of a cgroup, then restores them.
     /// The kernel does not notify anyone of such changes, so this polls the files.
-    pub(in crate::host) async fn mend(&self) -> Vec<Mended> {
+    pub(in crate::host) async fn wait_and_restore(&self) -> Vec<Mended> {
         loop {
             tokio::time::sleep(CHECK_INTERVAL).await;
             let checks = self.checks.fetch_add(1, Ordering::Relaxed);

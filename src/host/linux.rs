@@ -219,7 +219,7 @@ impl PodHost for LinuxHost {
     }
 
     async fn restore_cgroups(&self) -> Vec<Mended> {
-        self.cgroups.mend().await
+        self.cgroups.wait_and_restore().await
     }
 
     fn cgroup_of_all(&self) -> String {

@@ -357,9 +357,9 @@ fn podman_uses_the_plugins() {
         shown.contains("10.198.7.77/24") && shown.contains("c2:11:22:33:44:55"),
         "{shown}"
     );
-    let mut heard = String::new();
+    let mut received = String::new();
     for _ in 0..50 {
-        heard = String::from_utf8(
+        received = String::from_utf8(
             Command::new("ip")
                 .args([
                     "netns",
@@ -377,12 +377,12 @@ fn podman_uses_the_plugins() {
                 .stdout,
         )
         .unwrap();
-        if !heard.is_empty() {
+        if !received.is_empty() {
             break;
         }
         std::thread::sleep(std::time::Duration::from_millis(100));
     }
-    assert_eq!(heard, "hello\n", "{}", podman.world.ruleset());
+    assert_eq!(received, "hello\n", "{}", podman.world.ruleset());
     podman.ok(&["network", "disconnect", "--force", "hfnet", "c1"]);
     podman.ok(&["network", "connect", "hfnet", "c1"]);
     podman.ok(&["restart", "--time", "0", "c1"]);
