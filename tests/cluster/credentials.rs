@@ -336,7 +336,7 @@ fn kubeadm_finds_the_files_and_versions_it_checks() {
         "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}]});
     std::fs::write(dir.path().join("kubelet.conf"), kubeconfig.to_string()).unwrap();
     let agent = join(dir.path(), 17_996, false);
-    let deadline = std::time::Instant::now() + support::patience();
+    let deadline = std::time::Instant::now() + support::condition_timeout();
     for (source, check) in KUBEADM_CHECKS {
         while !check(dir.path()) {
             let log = std::fs::read_to_string(dir.path().join("log")).unwrap();

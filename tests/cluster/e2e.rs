@@ -326,7 +326,7 @@ spec:
     cluster.wait("a status about the missing reference", || {
         waiting("lost")["message"] == "configmap \"nosuch\" not found"
     });
-    cluster.end_clean();
+    cluster.delete_all_and_check();
     assert!(cluster.pods().is_empty());
 }
 
@@ -421,7 +421,7 @@ fn a_restarted_agent_finds_its_pods_and_disturbs_none() {
         let pid = cluster.pid(part);
         let target = nix::unistd::Pid::from_raw(pid);
         nix::sys::signal::kill(target, nix::sys::signal::Signal::SIGKILL).unwrap();
-        cluster.wait_for_end(pid);
+        cluster.wait_for_exit(pid);
     };
     kill("agent");
     cluster.up();
@@ -525,18 +525,18 @@ fn the_node_reports_a_dead_runtime_and_recovers_with_it() {
     let target = nix::unistd::Pid::from_raw(pid);
     nix::sys::signal::kill(target, nix::sys::signal::Signal::SIGKILL).unwrap();
     // containerd has no supervisor and stays down.
-    cluster.wait_for_end(pid);
-    let mut told = Value::Null;
+    cluster.wait_for_exit(pid);
+    let mut ready_condition = Value::Null;
     cluster.wait("the node not to be ready", || {
-        told = ready();
-        told["status"] == "False"
+        ready_condition = ready();
+        ready_condition["status"] == "False"
     });
     assert!(
-        told["message"]
+        ready_condition["message"]
             .as_str()
             .unwrap()
             .contains("container runtime is down"),
-        "{told}"
+        "{ready_condition}"
     );
     cluster.up();
     cluster.wait("the node to be ready", || ready()["status"] == "True");

@@ -97,7 +97,7 @@ impl Node<'_> {
     }
 
     fn raw(&self, path: &str) -> String {
-        self.cluster.ask_node(path)
+        self.cluster.get_node_path(path)
     }
 }
 

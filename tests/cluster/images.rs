@@ -68,7 +68,7 @@ impl Registry {
                 return None;
             }
             assert!(
-                start.elapsed() < support::patience(),
+                start.elapsed() < support::condition_timeout(),
                 "the registry did not start"
             );
             std::thread::sleep(std::time::Duration::from_millis(50));
@@ -263,7 +263,7 @@ fn images_are_available_only_to_pods_with_credentials() {
     });
     throttle.free.store(true, Ordering::Relaxed);
     cluster.wait("the slow pod to succeed", || phase("slow") == "Succeeded");
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 /// The output of `holdfast gc` for a cluster.
@@ -290,20 +290,20 @@ fn gc_announces_removals(cluster: &Cluster, used: &str, images: &dyn Fn() -> Str
     // The image is kept for a second after it was first seen.
     assert!(gc(cluster, &["--dry-run"]).contains("younger than its minimum age"));
     std::thread::sleep(std::time::Duration::from_millis(1100));
-    let told = gc(cluster, &["--dry-run"]);
+    let listing = gc(cluster, &["--dry-run"]);
     let line = |name: &str| {
-        let line = told.lines().find(|l| l.contains(name));
-        line.unwrap_or_else(|| panic!("no {name} in\n{told}"))
+        let line = listing.lines().find(|l| l.contains(name));
+        line.unwrap_or_else(|| panic!("no {name} in\n{listing}"))
             .trim()
     };
-    assert!(line(&second).starts_with("goes "), "{told}");
+    assert!(line(&second).starts_with("goes "), "{listing}");
     let of_used = line(used);
-    assert!(of_used.starts_with("stays "), "{told}");
-    assert!(of_used.contains("pod default/user"), "{told}");
-    assert!(line("pause").contains("pinned"), "{told}");
+    assert!(of_used.starts_with("stays "), "{listing}");
+    assert!(of_used.contains("pod default/user"), "{listing}");
+    assert!(line("pause").contains("pinned"), "{listing}");
     assert!(
         line("finished c #0").contains("the pod's status and logs"),
-        "{told}"
+        "{listing}"
     );
     assert!(images().contains(&second), "a dry run removes nothing");
     let report: Value = serde_json::from_str(&gc(cluster, &["-o", "json"])).unwrap();
@@ -382,5 +382,5 @@ fn unused_images_are_garbage_collected() {
         pod["status"]["containerStatuses"][0]["restartCount"], 0,
         "{pod}"
     );
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }

@@ -305,7 +305,7 @@ fn probes_hooks_restarts_and_ends_follow_the_pod_spec() {
     assert!(explain("startup", "svg").starts_with("<svg "));
     assert!(explain("nobody", "text").contains("kubectl get pod -o wide"));
 
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 /// Shortens the grace period while a pod that ignores SIGTERM is being stopped.
@@ -388,7 +388,7 @@ fn nothing_is_lost_across_rotations(log: &Path) {
         }
         text = files.iter().map(|(_, text)| text.as_str()).collect();
         assert!(
-            start.elapsed() < support::patience(),
+            start.elapsed() < support::condition_timeout(),
             "following the log did not reach its end"
         );
         std::thread::sleep(Duration::from_millis(20));
@@ -486,7 +486,7 @@ fn logs_are_rotated_linked_and_removed_with_their_container() {
         let newest = [format!("{}.log", count - 1), format!("{count}.log")];
         names("crash").iter().all(|n| newest.contains(n))
     });
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 #[test]
@@ -588,7 +588,7 @@ fn logind_is_delayed_and_its_announcements_are_received() {
     for announced in [true, false, true] {
         logind.announce(announced);
         let heard = async { (listening.next().await, listening.is_shutting_down().await) };
-        let heard = async { tokio::time::timeout(support::patience(), heard).await };
+        let heard = async { tokio::time::timeout(support::condition_timeout(), heard).await };
         let heard = runtime.block_on(heard);
         let (next, now) = heard.unwrap();
         assert_eq!((next, now.unwrap()), (Some(announced), announced));
@@ -596,7 +596,8 @@ fn logind_is_delayed_and_its_announcements_are_received() {
     let refused = runtime.block_on(listening.inhibit());
     assert!(matches!(refused, Err(LogindError::InProgress)));
     logind.restart();
-    let heard = async { tokio::time::timeout(support::patience(), listening.next()).await };
+    let heard =
+        async { tokio::time::timeout(support::condition_timeout(), listening.next()).await };
     let heard = runtime.block_on(heard);
     assert_eq!(
         heard.unwrap(),
@@ -609,7 +610,7 @@ fn logind_is_delayed_and_its_announcements_are_received() {
     let dropped = std::time::Instant::now();
     while !logind.inhibitors().is_empty() {
         assert!(
-            dropped.elapsed() < support::patience(),
+            dropped.elapsed() < support::condition_timeout(),
             "the inhibitor was not released"
         );
         std::thread::sleep(Duration::from_millis(20));
@@ -697,7 +698,7 @@ fn a_shutdown_waits_for_pods() {
     cluster.wait("the pods to be ready", || {
         ready("plain") && ready("critical") && ready(&mirror)
     });
-    let says = || {
+    let ready_message = || {
         let path = "jsonpath={.status.conditions[?(@.type==\"Ready\")].message}";
         cluster.kubectl(&["get", "node", &node, "-o", path])
     };
@@ -705,7 +706,7 @@ fn a_shutdown_waits_for_pods() {
     let begun = Instant::now();
     logind.announce(true);
     cluster.wait("the node to report the shutdown", || {
-        says() == "node is shutting down"
+        ready_message() == "node is shutting down"
     });
     cluster.apply(&pod("late", 5, &format!("  nodeName: {node}")));
     let reason = |name: &str| cluster.pod(name)["status"]["reason"].clone();
@@ -720,7 +721,7 @@ fn a_shutdown_waits_for_pods() {
 
     logind.announce(false);
     cluster.wait("the node to be ready again", || {
-        logind.inhibitors().len() == 1 && says() == "kubelet is posting ready status"
+        logind.inhibitors().len() == 1 && ready_message() == "kubelet is posting ready status"
     });
     cluster.apply(&pod("after", 1, ""));
     cluster.wait("pods to be ready again", || {

@@ -163,7 +163,7 @@ fn container_logs_are_readable_in_every_way() {
     ] {
         assert_eq!(curl(&admin, path), code, "{path}");
     }
-    let raw = |path: &str| cluster.ask_node(path);
+    let raw = |path: &str| cluster.get_node_path(path);
     let pods: serde_json::Value = serde_json::from_str(&raw("/pods")).unwrap();
     let talker = pods["items"]
         .as_array()
@@ -217,7 +217,7 @@ fn container_logs_are_readable_in_every_way() {
         ),
         "200"
     );
-    cluster.end_clean();
+    cluster.delete_all_and_check();
     cluster.wait("the log lines of the new verbosity", || {
         let log = cluster.log("agent");
         // The agent may be writing the last line.
@@ -471,7 +471,7 @@ fn a_fast_log_is_followed_without_a_gap() {
 /// The number of logs that the agent is sending now, from its metrics.
 fn answered_now(cluster: &Cluster) -> Vec<String> {
     let of = "kubelet_http_inflight_requests{method=\"GET\",path=\"containerLogs\"";
-    let page = cluster.ask_node("/metrics");
+    let page = cluster.get_node_path("/metrics");
     let lines = page.lines().filter(|line| line.starts_with(of));
     let values = lines.filter_map(|line| line.rsplit(' ').next());
     values.map(str::to_owned).collect()

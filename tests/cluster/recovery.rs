@@ -603,7 +603,7 @@ impl Node {
             format!("containers: [{container}], volumes: [{{name: v, csi: {{driver: {DRIVER}}}}}]");
         self.cluster.apply(&manifest("left", "", &spec));
         self.within(20, "the pod is ready", || self.is_ready("left"));
-        driver.hang("unpublish", true);
+        driver.hang_calls("unpublish", true);
         kill(Pid::from_raw(self.cluster.pid("agent")), Signal::SIGKILL).unwrap();
         self.cluster
             .kubectl(&["delete", "pod", "left", "--grace-period=0", "--force"]);
@@ -626,7 +626,7 @@ impl Node {
             "the volume in {} was unmounted too early",
             directory.display()
         );
-        hanging.driver.hang("unpublish", false);
+        hanging.driver.hang_calls("unpublish", false);
         let undone = self.within(20, "the volume is unmounted", || !mounted());
         self.took(
             "a leftover volume is unmounted after the driver's recovery",

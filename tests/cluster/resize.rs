@@ -170,7 +170,7 @@ fn whole_pods_and_running_init_containers_are_resized() {
     let refused = resized(&cluster, "whole", &none).unwrap_err();
     let why = "spec.resources.limits: Forbidden: a resource that is set cannot be removed";
     assert!(refused.contains(why), "{refused}");
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 fn sizes(cpu: &str, memory: &str) -> Value {
@@ -308,5 +308,5 @@ fn pods_are_resized_in_place_and_wait_for_capacity() {
     let refused = resized(&cluster, "live", &one(&none)).unwrap_err();
     let why = "must not change the pod's QoS class";
     assert!(refused.contains(why), "{refused}");
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }

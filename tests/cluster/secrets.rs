@@ -116,5 +116,5 @@ fn a_secret_is_in_no_log_event_or_core_file() {
         ["0", "0"],
         "{core}"
     );
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }

@@ -20,7 +20,7 @@ fn commands_run_in_containers_and_ports_are_forwarded() {
         ["shell", "web"]
             .iter()
             .all(|name| condition(&cluster.pod(name), "Ready") == "True")
-            && listens(&cluster, "web")
+            && is_listening(&cluster, "web")
     });
     let descriptors = || {
         std::fs::read_dir(format!("/proc/{}/fd", cluster.pid("agent")))
@@ -159,7 +159,7 @@ fn commands_run_in_containers_and_ports_are_forwarded() {
         descriptors() <= before + 5
     });
     // kubectl used WebSockets with the newest protocol. It falls back to SPDY only if the server rejects them.
-    let metrics = cluster.ask_node("/metrics");
+    let metrics = cluster.get_node_path("/metrics");
     for what in ["exec", "attach", "portforward"] {
         assert!(
             metrics.contains(&format!(
@@ -367,7 +367,7 @@ fn output_arrives_at_a_slow_reader(
 }
 
 fn ends_without_a_trace(cluster: &Cluster) {
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 fn sessions_have_time_to_end_when_the_agent_stops(cluster: &Cluster) {
@@ -414,14 +414,14 @@ fn sessions_have_time_to_end_when_the_agent_stops(cluster: &Cluster) {
         begun.elapsed() > Duration::from_secs(9),
         "the grace period of sessions was observed"
     );
-    cluster.wait_for_end(pid);
+    cluster.wait_for_exit(pid);
     cluster.up();
     // The status of the Node may be old.
     cluster.wait("new sessions to be accepted again", another);
 }
 
 /// Whether a pod's web server answers: a pod without a probe is ready before it listens.
-fn listens(cluster: &Cluster, name: &str) -> bool {
+fn is_listening(cluster: &Cluster, name: &str) -> bool {
     let ip = cluster.pod(name)["status"]["podIP"].clone();
     ip.as_str()
         .is_some_and(|ip| support::http_get(&format!("{ip}:80")).is_some())
@@ -463,7 +463,7 @@ fn idle_connections_and_slow_readers_block_no_other_client() {
     let port = cluster.agent_port();
     let answered = || {
         let begun = Instant::now();
-        assert_eq!(cluster.ask_node("/healthz"), "ok");
+        assert_eq!(cluster.get_node_path("/healthz"), "ok");
         assert!(
             begun.elapsed() < Duration::from_secs(20),
             "other clients are served: {:?}",
@@ -537,7 +537,7 @@ fn idle_connections_and_slow_readers_block_no_other_client() {
         held.max(streaming).saturating_sub(before) <= 50,
         "MiB before, with idle connections, with unread streams: {before}, {held}, {streaming}"
     );
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 /// The number of open descriptors of the agent.
@@ -666,7 +666,7 @@ fn thousands_of_streams_leave_nothing_behind() {
         cluster.kubectl(&["exec", "shell", "--", "busybox", "echo", "still here"]),
         "still here\n"
     );
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 #[test]
@@ -684,7 +684,7 @@ fn newer_kubectls_run_commands_and_forward_ports() {
         ["shell", "web"]
             .iter()
             .all(|name| condition(&cluster.pod(name), "Ready") == "True")
-            && listens(&cluster, "web")
+            && is_listening(&cluster, "web")
     });
     cluster.kubectl(&[
         "exec",

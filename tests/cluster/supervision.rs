@@ -36,7 +36,7 @@ impl Drop for Supervisor {
 }
 
 fn wait(what: &str, mut is: impl FnMut() -> bool) {
-    let deadline = Instant::now() + support::patience();
+    let deadline = Instant::now() + support::condition_timeout();
     while !is() {
         assert!(Instant::now() < deadline, "not in time: {what}");
         std::thread::sleep(Duration::from_millis(10));
@@ -110,7 +110,9 @@ fn every_running_part_is_recorded() {
         // A process before its exec exits as soon as it notices that its parent has exited.
         let begun = Instant::now();
         let mut left = marked();
-        while left.iter().any(|pid| Some(*pid) != known) && begun.elapsed() < support::patience() {
+        while left.iter().any(|pid| Some(*pid) != known)
+            && begun.elapsed() < support::condition_timeout()
+        {
             std::thread::sleep(Duration::from_millis(20));
             left = marked();
         }
@@ -338,7 +340,7 @@ fn pods_of_a_silent_node_are_deleted() {
             .kubectl(&["get", "pod", name, "-o", path])
             .is_empty()
     };
-    let deadline = Instant::now() + Duration::from_secs(50) + support::patience();
+    let deadline = Instant::now() + Duration::from_secs(50) + support::condition_timeout();
     for i in 1.. {
         assert!(Instant::now() < deadline, "{}", ready());
         heartbeat(i);

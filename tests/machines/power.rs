@@ -60,7 +60,7 @@ fn inside() {
     println!("{CHECKED} {cycle}");
     match cycle % 2 {
         0 => power_off(),
-        _ => work_until_the_power_goes(&cluster),
+        _ => work_until_power_off(&cluster),
     }
 }
 
@@ -220,7 +220,7 @@ fn power_off() {
 }
 
 /// Deletes a pod while the agent is down, and lets the agent start and stop other pods until the power is cut.
-fn work_until_the_power_goes(cluster: &Cluster) {
+fn work_until_power_off(cluster: &Cluster) {
     let pods = cluster.pods();
     let victim = named(&pods, "web-")[0];
     cluster.kill("agent");

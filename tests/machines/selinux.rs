@@ -83,13 +83,13 @@ fn inside() {
 fn plugins_may_use_their_directories(cluster: &Cluster) {
     for name in ["plugins", "plugins_registry", "device-plugins"] {
         let dir = cluster.data().join("agent").join(name);
-        let told = support::limited("stat")
+        let output = support::command_with_timeout("stat")
             .args(["-c", "%C %a"])
             .arg(&dir)
             .output();
-        let told = String::from_utf8(told.unwrap().stdout).unwrap();
+        let output = String::from_utf8(output.unwrap().stdout).unwrap();
         assert_eq!(
-            told.trim(),
+            output.trim(),
             "system_u:object_r:container_file_t:s0 750",
             "{dir:?}"
         );
@@ -161,13 +161,13 @@ fn denied() -> String {
 
 /// Waits until every pod has a terminal phase.
 fn until_all_have_exited(cluster: &Cluster) {
-    let has_ended = |pod: &Value| {
+    let has_exited = |pod: &Value| {
         ["Succeeded", "Failed"].contains(&pod["status"]["phase"].as_str().unwrap_or_default())
     };
     cluster.wait_quietly("the pods to terminate", || {
         // A query costs as much CPU time as the pods need.
         std::thread::sleep(Duration::from_secs(3));
-        cluster.pods().iter().all(has_ended)
+        cluster.pods().iter().all(has_exited)
     });
 }
 

@@ -31,12 +31,12 @@ impl Loop {
     }
 
     /// Detaches the device. The kernel does this when the last user has closed it. The file keeps its content.
-    pub fn vanish(&mut self) {
+    pub fn detach(&mut self) {
         if std::mem::take(&mut self.is_there) {
-            let told = Command::new("losetup")
+            let output = Command::new("losetup")
                 .args(["--detach", &self.device])
                 .output();
-            succeeded("losetup", told.unwrap());
+            succeeded("losetup", output.unwrap());
         }
     }
 
@@ -56,7 +56,7 @@ impl Loop {
 
     /// Attaches a detached device again, perhaps under another name. It must not be in use: there would be
     /// two filesystems over the same blocks.
-    pub fn come_back(&mut self) {
+    pub fn reattach(&mut self) {
         if !self.is_there {
             assert!(!self.is_held(), "{} is in use", self.device);
             self.device = Loop::attach(&self.file);
@@ -67,10 +67,10 @@ impl Loop {
     /// Makes the device larger.
     pub fn grow(&self, bytes: u64) {
         self.file.as_file().set_len(bytes).unwrap();
-        let told = Command::new("losetup")
+        let output = Command::new("losetup")
             .args(["--set-capacity", &self.device])
             .output();
-        succeeded("losetup", told.unwrap());
+        succeeded("losetup", output.unwrap());
     }
 }
 
