@@ -98,10 +98,10 @@ impl Observed {
         lines: &broadcast::Sender<String>,
         from: SocketAddr,
     ) -> (broadcast::Receiver<String>, Open) {
-        let heard = lines.subscribe();
+        let receiver = lines.subscribe();
         *self.watches.lock().unwrap().entry(from).or_default() += 1;
         self.peak.fetch_max(self.open(), Ordering::Relaxed);
-        (heard, Open(Arc::clone(self), from))
+        (receiver, Open(Arc::clone(self), from))
     }
 }
 
@@ -190,12 +190,12 @@ impl Server {
             false => request.method().to_string(),
         };
         // Tests wait for the name and continue immediately, so everything else is counted before it.
-        let noted = || {
+        let record = || {
             seen.connections.lock().unwrap().insert(peer.address);
             seen.requests.lock().unwrap().push((what, who));
         };
         if query.contains("metadata.name") && seen.forbids.load(Ordering::Relaxed) {
-            noted();
+            record();
             seen.forbidden.fetch_add(1, Ordering::Relaxed);
             let mut refusal = answer(
                 &json!({"apiVersion": "v1", "kind": "Status", "status": "Failure",
@@ -205,15 +205,15 @@ impl Server {
             return refusal;
         }
         if is_watch {
-            let (heard, open) = seen.watch(lines, peer.address);
-            noted();
-            let stream = futures::stream::unfold((heard, open), |mut state| async {
+            let (receiver, open) = seen.watch(lines, peer.address);
+            record();
+            let stream = futures::stream::unfold((receiver, open), |mut state| async {
                 let line = state.0.recv().await.ok().filter(|line| line != END)?;
                 Some((Ok::<_, BoxError>(Frame::data(Bytes::from(line))), state))
             });
             return Response::new(StreamBody::new(stream).boxed_unsync());
         }
-        noted();
+        record();
         if let Some(name) = query.split("metadata.name%3D").nth(1) {
             seen.lists.fetch_add(1, Ordering::Relaxed);
             let name = name.split('&').next().unwrap();
@@ -584,10 +584,10 @@ type Reported = Arc<Mutex<Vec<(String, Option<u16>)>>>;
 /// A callback for reports, and the reports that it has received.
 fn record_reports() -> (Report, Reported) {
     let reported = Reported::default();
-    let noted = Arc::clone(&reported);
+    let records = Arc::clone(&reported);
     let report: Report = Arc::new(
         move |method: &str, _: &str, code: Option<u16>, _: Duration| {
-            noted.lock().unwrap().push((method.to_owned(), code));
+            records.lock().unwrap().push((method.to_owned(), code));
         },
     );
     (report, reported)

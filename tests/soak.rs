@@ -497,8 +497,9 @@ async fn write(client: Client, until: Instant) -> Written {
     let api: Api<ConfigMap> = Api::namespaced(client, "default");
     let mut written = Written::default();
     for i in 0_i64.. {
-        let over = Instant::now().saturating_duration_since(until);
-        if !over.is_zero() && (written.acknowledged > ENOUGH || over > support::condition_timeout())
+        let overtime = Instant::now().saturating_duration_since(until);
+        if !overtime.is_zero()
+            && (written.acknowledged > ENOUGH || overtime > support::condition_timeout())
         {
             break;
         }

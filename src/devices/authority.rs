@@ -66,7 +66,7 @@ const LENGTH: usize = 6;
 pub(super) struct Lenient<S> {
     inner: S,
     /// Bytes of the client that were not passed on yet.
-    held: Vec<u8>,
+    pending: Vec<u8>,
     /// Number of these bytes that may be passed on.
     done: usize,
     /// Number of bytes that pass unexamined before the next frame begins.
@@ -78,7 +78,7 @@ impl<S> Lenient<S> {
     pub(super) fn new(inner: S) -> Lenient<S> {
         Lenient {
             inner,
-            held: Vec::new(),
+            pending: Vec::new(),
             done: 0,
             unexamined: PREFACE,
             has_ended: false,
@@ -88,11 +88,11 @@ impl<S> Lenient<S> {
     /// Examines the frames that have arrived completely.
     fn examine_frames(&mut self) {
         loop {
-            let passed = self.unexamined.min(self.held.len() - self.done);
+            let passed = self.unexamined.min(self.pending.len() - self.done);
             self.done += passed;
             self.unexamined -= passed;
             let Some(&[a, b, c, kind, flags, ..]) = self
-                .held
+                .pending
                 .get(self.done..self.done + HEADER)
                 .filter(|_| self.unexamined == 0)
             else {
@@ -104,7 +104,7 @@ impl<S> Lenient<S> {
                 continue;
             }
             let begins = self.done + HEADER;
-            let Some(payload) = self.held.get_mut(begins..begins + length) else {
+            let Some(payload) = self.pending.get_mut(begins..begins + length) else {
                 break;
             };
             if let Some(block) = block(payload, flags) {
@@ -114,7 +114,7 @@ impl<S> Lenient<S> {
             self.done = begins + length;
         }
         if self.has_ended {
-            self.done = self.held.len();
+            self.done = self.pending.len();
         }
     }
 }
@@ -237,7 +237,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Lenient<S> {
             let mut piece = [0; PIECE];
             let mut piece = ReadBuf::new(&mut piece);
             ready!(Pin::new(&mut this.inner).poll_read(cx, &mut piece))?;
-            this.held.extend_from_slice(piece.filled());
+            this.pending.extend_from_slice(piece.filled());
             this.has_ended = piece.filled().is_empty();
             this.examine_frames();
             if this.has_ended {
@@ -245,8 +245,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for Lenient<S> {
             }
         }
         let handed = this.done.min(buffer.remaining());
-        buffer.put_slice(&this.held[..handed]);
-        this.held.drain(..handed);
+        buffer.put_slice(&this.pending[..handed]);
+        this.pending.drain(..handed);
         this.done -= handed;
         Poll::Ready(Ok(()))
     }
@@ -325,10 +325,10 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let socket = dir.path().join("socket");
         let listener = UnixListener::bind(&socket).expect("a socket");
-        let heard = Arc::new(RecordingRegister::default());
+        let registrations = Arc::new(RecordingRegister::default());
         let serving = tokio::spawn(serve_registration(
             listener,
-            Arc::<RecordingRegister>::clone(&heard) as _,
+            Arc::<RecordingRegister>::clone(&registrations) as _,
         ));
         let of_go = bytes(BLOCK);
         let path = b"/var/lib/kubelet/device-plugins/kubelet.sock";
@@ -363,9 +363,9 @@ mod tests {
             };
             let answered = tokio::time::timeout(Duration::from_secs(10), answered);
             answered.await.expect("in time");
-            let heard = heard.0.lock().expect("not poisoned");
-            assert_eq!(heard.len(), count + 1);
-            assert_eq!(heard[count].resource, "example.com/resource");
+            let registrations = registrations.0.lock().expect("not poisoned");
+            assert_eq!(registrations.len(), count + 1);
+            assert_eq!(registrations[count].resource, "example.com/resource");
         }
         serving.abort();
     }

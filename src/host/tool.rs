@@ -66,12 +66,12 @@ fn run(
     };
     // In memory, so that a full disk does not hide the error.
     let output = memfd_create(c"output", MFdFlags::MFD_CLOEXEC).map(File::from)?;
-    let said = || output.try_clone().map(Stdio::from);
+    let stdio = || output.try_clone().map(Stdio::from);
     let mut child = Command::new(program)
         .args(arguments)
         .stdin(input)
-        .stdout(said()?)
-        .stderr(said()?)
+        .stdout(stdio()?)
+        .stderr(stdio()?)
         .spawn()
         .map_err(missing)?;
     let status = wait(program, &mut child, limit)?;

@@ -44,14 +44,14 @@ pub struct Protocol {
 impl Protocol {
     fn builder(&self) -> Result<ConfigBuilder<ServerConfig, WantsVerifier>, BoxError> {
         let mut provider = rustls::crypto::aws_lc_rs::default_provider();
-        let asked = |suite: &rustls::SupportedCipherSuite| {
+        let is_selected = |suite: &rustls::SupportedCipherSuite| {
             self.suites
                 .iter()
                 .any(|name| Some(name.as_str()) == suite.suite().as_str())
         };
-        provider
-            .cipher_suites
-            .retain(|suite| suite.tls13().is_some() || self.suites.is_empty() || asked(suite));
+        provider.cipher_suites.retain(|suite| {
+            suite.tls13().is_some() || self.suites.is_empty() || is_selected(suite)
+        });
         if !self.groups.is_empty() {
             // All groups of the library, not only its defaults, in its own order.
             provider.kx_groups = rustls::crypto::aws_lc_rs::ALL_KX_GROUPS.to_vec();

@@ -256,7 +256,7 @@ mod tests {
         front_at
     }
 
-    async fn ask(at: std::net::SocketAddr, message: &str) -> String {
+    async fn exchange(at: std::net::SocketAddr, message: &str) -> String {
         use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
         let mut stream = tokio::net::TcpStream::connect(at).await.expect("connected");
         stream.write_all(message.as_bytes()).await.expect("sent");
@@ -294,19 +294,19 @@ mod tests {
             answer.body(full("")).expect("an answer")
         })
         .await;
-        let said = ask(
+        let response = exchange(
             at,
             "POST / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\nEND",
         )
         .await;
         assert!(
-            said.starts_with("HTTP/1.1 101")
-                && said
+            response.starts_with("HTTP/1.1 101")
+                && response
                     .to_lowercase()
                     .contains("x-stream-protocol-version: v4"),
-            "{said}"
+            "{response}"
         );
-        assert!(said.ends_with("helloEND"), "{said}");
+        assert!(response.ends_with("helloEND"), "{response}");
     }
 
     /// The server closed long ago, and the client sends before it has read everything, as kubectl sends pings.
@@ -368,9 +368,9 @@ mod tests {
             };
             ends.write_all(b"bye").await.expect("sent");
             ends.shutdown().await.expect("ended");
-            let mut said = String::new();
-            stays.read_to_string(&mut said).await.expect("the end");
-            assert_eq!(said, "bye");
+            let mut rest = String::new();
+            stays.read_to_string(&mut rest).await.expect("the end");
+            assert_eq!(rest, "bye");
             // The other side's remaining bytes arrive.
             stays.write_all(b"and you").await.expect("sent");
             let mut rest = String::new();
@@ -392,8 +392,8 @@ mod tests {
             )
         })
         .await;
-        let said = ask(at, "PUT /here HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nImpersonate-User: u\r\nContent-Length: 0\r\n\r\n").await;
-        assert!(said.ends_with("PUT /there?x=1 false END"), "{said}");
+        let response = exchange(at, "PUT /here HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nImpersonate-User: u\r\nContent-Length: 0\r\n\r\n").await;
+        assert!(response.ends_with("PUT /there?x=1 false END"), "{response}");
         let at = pair(|_| {
             Response::builder()
                 .status(302)
@@ -402,11 +402,14 @@ mod tests {
                 .expect("an answer")
         })
         .await;
-        let said = ask(at, "GET / HTTP/1.1\r\nHost: x\r\n\r\n").await;
+        let response = exchange(at, "GET / HTTP/1.1\r\nHost: x\r\n\r\n").await;
         assert!(
-            said.starts_with("HTTP/1.1 502") && said.contains("not followed"),
-            "{said}"
+            response.starts_with("HTTP/1.1 502") && response.contains("not followed"),
+            "{response}"
         );
-        assert!(!said.to_lowercase().contains("\r\nlocation:"), "{said}");
+        assert!(
+            !response.to_lowercase().contains("\r\nlocation:"),
+            "{response}"
+        );
     }
 }

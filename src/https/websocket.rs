@@ -142,11 +142,11 @@ pub async fn serve_socket(
         ));
     };
     let inner: OnUpgrade = hyper::upgrade::on(&mut request);
-    let (asked, chosen) = match socket_content {
+    let (requested, chosen) = match socket_content {
         SocketContent::Command => ("v4.channel.k8s.io", COMMAND),
         SocketContent::Ports => ("portforward.k8s.io", FORWARD),
     };
-    let outer = match spdy(outgoing, asked, stream).await? {
+    let outer = match spdy(outgoing, requested, stream).await? {
         Ok(outer) => TokioIo::new(outer),
         Err(answer) => {
             use http_body_util::BodyExt as _;
@@ -263,13 +263,13 @@ async fn command(
         .find(|c| streams.contains_key(c))
         .unwrap_or(ERROR);
     sink.send(message(first, &[])).await.map_err(broken)?;
-    let (questions, asked) = mpsc::channel(8);
+    let (ping_sender, ping_receiver) = mpsc::channel(8);
     let open = [STDOUT, STDERR, ERROR]
         .into_iter()
         .filter_map(|c| Some((*streams.get(&c)?, c)))
         .collect();
-    let outward = outward(Reader(from), sink, open, questions, progress);
-    let inward = inward(messages, writer, &streams, asked, progress);
+    let outward = outward(Reader(from), sink, open, ping_sender, progress);
+    let inward = inward(messages, writer, &streams, ping_receiver, progress);
     until_closed(outward, inward, progress).await
 }
 
@@ -278,7 +278,7 @@ async fn outward(
     mut reader: Reader<impl AsyncRead + Unpin>,
     mut sink: impl Sink<Message, Error = WebSocketError> + Unpin,
     mut open: BTreeMap<u32, u8>,
-    questions: mpsc::Sender<u32>,
+    pings: mpsc::Sender<u32>,
     progress: &Progress,
 ) -> io::Result<()> {
     let mut ended = Ok(());
@@ -302,7 +302,7 @@ async fn outward(
             }
             Frame::Reset(stream) => _ = open.remove(&stream),
             // A runtime that does not read the replies delays only its own session; pings are few.
-            Frame::Ping(number) => _ = questions.send(number).await,
+            Frame::Ping(number) => _ = pings.send(number).await,
             Frame::End => break,
             // A runtime opens no streams.
             Frame::Open(..) | Frame::Other => {}
@@ -317,7 +317,7 @@ async fn inward(
     mut messages: impl Stream<Item = Result<Message, WebSocketError>> + Unpin,
     mut writer: Writer<impl AsyncWrite + Unpin>,
     streams: &BTreeMap<u8, u32>,
-    mut asked: mpsc::Receiver<u32>,
+    mut pings: mpsc::Receiver<u32>,
     progress: &Progress,
 ) {
     let (mut input_ended, mut runtime_reads) = (false, true);
@@ -325,7 +325,7 @@ async fn inward(
         let message = tokio::select! {
             biased;
             // Both futures are cancel-safe.
-            Some(number) = asked.recv() => {
+            Some(number) = pings.recv() => {
                 runtime_reads = runtime_reads && writer.pong(number).await.is_ok();
                 continue;
             }

@@ -146,7 +146,7 @@ impl Keeper {
         self.0.clock.now().as_second() - confirmed > MAX_AGE.as_secs()
     }
 
-    fn keeps(&self, kind: Kind) -> bool {
+    fn seals(&self, kind: Kind) -> bool {
         self.0.keeps_pods || kind.is_for_static_pods()
     }
 
@@ -210,7 +210,7 @@ impl Keeper {
     /// Seals a value soon, if it has changed.
     pub fn put(&self, kind: Kind, name: &str, value: &impl Serialize) {
         let Some(content) = self
-            .keeps(kind)
+            .seals(kind)
             .then(|| Vault::content(name, value).ok())
             .flatten()
         else {
@@ -249,7 +249,7 @@ impl Keeper {
     /// Returns the value that was sealed under a name, or is about to be.
     #[must_use]
     pub fn get<T: DeserializeOwned>(&self, kind: Kind, name: &str) -> Option<T> {
-        if !self.keeps(kind) || self.is_old() {
+        if !self.seals(kind) || self.is_old() {
             return None;
         }
         let waiting = lock(&self.0.waiting).get(&(kind, name.to_owned())).cloned();

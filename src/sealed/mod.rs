@@ -112,7 +112,7 @@ impl Vault {
         for kind in Kind::ALL {
             make(&dir.join(kind.dir()))?;
         }
-        let beside = dir.join("key");
+        let key_file = dir.join("key");
         let given = match credential {
             Some(path) => read_key(
                 path,
@@ -123,16 +123,16 @@ impl Vault {
         let bytes = match given {
             Some(bytes) => {
                 // Values sealed with the old key are sealed again with the other one.
-                ignore_missing(fs::remove_file(&beside))
-                    .with_context(|| format!("{} cannot be removed", beside.display()))?;
+                ignore_missing(fs::remove_file(&key_file))
+                    .with_context(|| format!("{} cannot be removed", key_file.display()))?;
                 bytes
             }
             None => match read_key(
-                &beside,
+                &key_file,
                 "remove it; data that was sealed with it is sealed again with a new key",
             )? {
                 Some(bytes) => bytes,
-                None => new_key(&beside)?,
+                None => new_key(&key_file)?,
             },
         };
         let key = RandomizedNonceKey::new(&AES_256_GCM, &bytes).map_err(|_| {

@@ -289,11 +289,11 @@ mod tests {
         set_group(root, 4242, false, true, &|| false).expect("given");
         assert_eq!(stat("a/b/f").gid(), 4242);
         // A stopped change leaves the root unchanged, and is repeated as a whole.
-        let asked = std::cell::Cell::new(0);
-        let stop = || asked.replace(asked.get() + 1) > 0;
+        let calls = std::cell::Cell::new(0);
+        let stop = || calls.replace(calls.get() + 1) > 0;
         let stopped = set_group(root, 4343, true, false, &stop);
         assert!(stopped.is_err_and(|e| e.kind() == io::ErrorKind::Interrupted));
-        assert_eq!((asked.get(), stat("").gid()), (2, 4242));
+        assert_eq!((calls.get(), stat("").gid()), (2, 4242));
         set_group(root, 4343, true, false, &|| false).expect("given");
         assert_eq!((stat("").gid(), stat("a/b/f").gid()), (4343, 4343));
     }
@@ -310,9 +310,9 @@ mod tests {
         std::fs::create_dir_all(top.join("a/b")).expect("mkdir");
         // The process's own group, so that the test works without root. The modes show what was changed.
         let group = nix::unistd::getegid().as_raw();
-        let asked = std::sync::atomic::AtomicU64::new(0);
+        let calls = std::sync::atomic::AtomicU64::new(0);
         let count = || {
-            asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
             false
         };
         let changed = with_a_small_stack(|| set_group(&top, group, false, false, &count));
@@ -320,7 +320,7 @@ mod tests {
             .map(|path| std::fs::metadata(path).expect("stat").mode() & 0o2770);
         assert_eq!(remove_tree(&top), Ok(()));
         assert!(changed.is_ok(), "{changed:?}");
-        assert_eq!(asked.into_inner(), 5000 + 1 + 2);
+        assert_eq!(calls.into_inner(), 5000 + 1 + 2);
         assert_eq!(modes, [0o2770; 3]);
     }
 }

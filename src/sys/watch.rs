@@ -85,7 +85,7 @@ impl Changes {
             .unwrap_or_default()
     }
 
-    fn note(&mut self, event: EventOwned) {
+    fn record(&mut self, event: EventOwned) {
         if event.mask.contains(EventMask::IGNORED) {
             // The directory was removed; another one may get its inode.
             self.place = None;
@@ -115,7 +115,7 @@ impl Changes {
             seen.push(event);
         }
         for event in seen.into_iter().flatten() {
-            self.note(event);
+            self.record(event);
         }
     }
 }

@@ -255,31 +255,31 @@ fn gc_goes_on_after_a_failure(bench: &Bench) {
         let mut command = Command::new(support::holdfast());
         command.args(["gc", "--name", cluster.name()]).args(more);
         let output = command.output().unwrap();
-        let said = String::from_utf8(output.stdout).unwrap();
-        (output.status.success(), said)
+        let printed = String::from_utf8(output.stdout).unwrap();
+        (output.status.success(), printed)
     };
     let unused = ["test.local/one:1", "test.local/two:1"]
         .map(|name| support::busybox_in(cluster, "k8s.io", name, name.as_bytes()));
-    let lines = |said: &str, verb: &str| {
+    let lines = |printed: &str, verb: &str| {
         let is_it = |line: &&str| {
             line.trim().starts_with(verb) && unused.iter().any(|image| line.contains(image))
         };
-        said.lines().filter(is_it).count()
+        printed.lines().filter(is_it).count()
     };
     cluster.wait("both images to be old enough", || {
         lines(&gc(&["--dry-run"]).1, "goes ") == 2
     });
     proxy.set("RemoveImage", Fault::Fail);
-    let (succeeds, said) = gc(&[]);
-    assert!(!succeeds && lines(&said, "failed ") == 2, "{said}");
+    let (succeeds, printed) = gc(&[]);
+    assert!(!succeeds && lines(&printed, "failed ") == 2, "{printed}");
     assert_eq!(
         proxy.hits(),
         2,
         "the second image is removed although the first fails"
     );
     proxy.clear_fault();
-    let (succeeds, said) = gc(&[]);
-    assert!(succeeds && lines(&said, "removed ") == 2, "{said}");
+    let (succeeds, printed) = gc(&[]);
+    assert!(succeeds && lines(&printed, "removed ") == 2, "{printed}");
 }
 
 #[test]

@@ -239,7 +239,7 @@ fn a_resize_is_followed_at_the_claim(cluster: &Cluster, driver: &Driver) {
         command.extend(more);
         cluster.kubectl(&command);
     };
-    let look_again = || {
+    let restart_agent = || {
         kill(Pid::from_raw(cluster.pid("agent")), Signal::SIGKILL).unwrap();
         cluster.up();
     };
@@ -251,13 +251,13 @@ fn a_resize_is_followed_at_the_claim(cluster: &Cluster, driver: &Driver) {
     patch("pvc", &["--subresource=status"], turn);
     // The size in the claim's status counts, not the capacity of the volume.
     patch("pv", &[], r#"{"spec": {"capacity": {"storage": "4Mi"}}}"#);
-    look_again();
+    restart_agent();
     cluster.wait("the claim to show that the resize is infeasible", || {
         claim_status() == "2Mi NodeResizeInfeasible Other NodeResizeError"
     });
     driver.fail_calls("expand", false);
     patch("pvc", &["--subresource=status"], turn);
-    look_again();
+    restart_agent();
     cluster.wait("the claim to show the new size", || {
         claim_status() == "3Mi  Other"
     });
@@ -271,7 +271,7 @@ fn a_resize_is_followed_at_the_claim(cluster: &Cluster, driver: &Driver) {
     let larger = r#"{"status": {"allocatedResources": {"storage": "5Mi"}, "allocatedResourceStatuses": {"storage": "NodeResizePending"}}}"#;
     driver.lose_responses("expand", true);
     patch("pvc", &["--subresource=status"], larger);
-    look_again();
+    restart_agent();
     let tried = |times: usize| driver.count("expand to 5242880 shared-1") >= times;
     cluster.wait("the first attempt", || tried(1));
     let begun = Instant::now();
@@ -520,12 +520,12 @@ fn drivers_register_and_volumes_are_staged_published_and_removed() {
     cluster.wait("the pod with a device to be ready", || ready("raw"));
     cluster.wait("the event about the device", || {
         let events = cluster.events("raw");
-        let said = |place: &str| {
+        let has_event = |place: &str| {
             events.contains(&format!(
                 "MapVolume.MapPodDevice succeeded for volume \"raw\" {place}"
             ))
         };
-        said("globalMapPath \"") && said("volumeMapPath \"")
+        has_event("globalMapPath \"") && has_event("volumeMapPath \"")
     });
     assert_eq!(
         inside(

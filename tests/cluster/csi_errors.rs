@@ -324,13 +324,13 @@ fn alone_until_undone(cluster: &Cluster, driver: &Driver, [one, two]: [String; 2
     }
     assert!(unknown.outside.path().join("canary").exists());
     driver.fail_calls("unpublish", false);
-    let mended = Instant::now();
+    let repaired_at = Instant::now();
     cluster.wait("the second pod to be ready", || ready("two"));
     // By then the retries are some seconds apart, not a minute.
     assert!(
-        mended.elapsed() < Duration::from_secs(40),
+        repaired_at.elapsed() < Duration::from_secs(40),
         "{:?}",
-        mended.elapsed()
+        repaired_at.elapsed()
     );
 
     // A pod that stops normally passes the volume on immediately.

@@ -41,13 +41,16 @@ fn host_ports_lead_to_pods(cluster: &Cluster, port: u16) {
 #[test]
 fn a_deployment_from_up_to_down() {
     let cluster = Cluster::start("main", 1);
-    let said = cluster.up();
+    let printed = cluster.up();
     assert_eq!(
-        said.lines().count(),
+        printed.lines().count(),
         3,
-        "a second up changes nothing and prints the same: {said}"
+        "a second up changes nothing and prints the same: {printed}"
     );
-    assert!(said.contains("kubectl create deployment web"), "{said}");
+    assert!(
+        printed.contains("kubectl create deployment web"),
+        "{printed}"
+    );
 
     cluster.kubectl(&[
         "create",
@@ -476,10 +479,10 @@ fn values_of_another_cluster_are_refused(cluster: &Cluster) {
         let mut up = std::process::Command::new(support::holdfast());
         up.args(["up", "--name", &cluster.name]).args(&arguments);
         let output = up.output().unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
+        let printed = String::from_utf8_lossy(&output.stderr);
         assert!(
-            !output.status.success() && said.contains(&expected),
-            "{said}"
+            !output.status.success() && printed.contains(&expected),
+            "{printed}"
         );
     }
     assert_eq!(read(), before);
@@ -681,11 +684,11 @@ fn errors_name_the_cause_and_the_remedy() {
         (&["kubeconfig", "--name", "nosuch"], &["holdfast up"]),
     ];
     for (arguments, expected) in cases {
-        let said = run(arguments);
+        let printed = run(arguments);
         for text in *expected {
             assert!(
-                said.contains(text),
-                "{arguments:?} says {said:?}, which lacks {text:?}"
+                printed.contains(text),
+                "{arguments:?} says {printed:?}, which lacks {text:?}"
             );
         }
     }

@@ -165,9 +165,10 @@ fn probes_hooks_restarts_and_ends_follow_the_pod_spec() {
         status(&pod("live"), "c")["restartCount"].as_i64() >= Some(1)
     });
     cluster.wait("the events of the restart", || {
-        let said = cluster.events("live");
-        said.contains("Warning Unhealthy Liveness probe failed: cat: can't open '/tmp/alive'")
-            && said.contains("Normal Killing Container c failed liveness probe, will be restarted")
+        let events = cluster.events("live");
+        events.contains("Warning Unhealthy Liveness probe failed: cat: can't open '/tmp/alive'")
+            && events
+                .contains("Normal Killing Container c failed liveness probe, will be restarted")
     });
 
     cluster.wait("readiness after the startup probe", || {
@@ -189,8 +190,8 @@ fn probes_hooks_restarts_and_ends_follow_the_pod_spec() {
     );
 
     cluster.wait("a failing postStart hook to stop its container", || {
-        let said = cluster.events("badhook");
-        said.contains("Warning FailedPostStartHook PostStartHook failed")
+        let events = cluster.events("badhook");
+        events.contains("Warning FailedPostStartHook PostStartHook failed")
             && status(&pod("badhook"), "c")["restartCount"].as_i64() >= Some(1)
     });
 
@@ -288,13 +289,13 @@ fn probes_hooks_restarts_and_ends_follow_the_pod_spec() {
             .contains("the image of container c cannot be pulled: ErrImageNeverPull")
     });
     cluster.wait("an explanation that names the missing volume", || {
-        let (said, pod) = (explain("unmounted", "text"), pod("unmounted"));
+        let (explanation, pod) = (explain("unmounted", "text"), pod("unmounted"));
         let message = status(&pod, "c")["state"]["waiting"]["message"]
             .as_str()
             .unwrap_or_default()
             .to_owned();
-        said.contains("volume v cannot be set up: configmap \"nosuch\" not found")
-            && said.contains("next try")
+        explanation.contains("volume v cannot be set up: configmap \"nosuch\" not found")
+            && explanation.contains("next try")
             && message == "volume v cannot be set up; the pod's events have the error"
     });
     // Between two retries: during one, another step may be the blocking one.
@@ -587,20 +588,20 @@ fn logind_is_delayed_and_its_announcements_are_received() {
     assert_eq!(logind.inhibitors(), ["shutdown kubelet delay"]);
     for announced in [true, false, true] {
         logind.announce(announced);
-        let heard = async { (listening.next().await, listening.is_shutting_down().await) };
-        let heard = async { tokio::time::timeout(support::condition_timeout(), heard).await };
-        let heard = runtime.block_on(heard);
-        let (next, now) = heard.unwrap();
+        let notified = async { (listening.next().await, listening.is_shutting_down().await) };
+        let notified = async { tokio::time::timeout(support::condition_timeout(), notified).await };
+        let notified = runtime.block_on(notified);
+        let (next, now) = notified.unwrap();
         assert_eq!((next, now.unwrap()), (Some(announced), announced));
     }
     let refused = runtime.block_on(listening.inhibit());
     assert!(matches!(refused, Err(LogindError::InProgress)));
     logind.restart();
-    let heard =
+    let notified =
         async { tokio::time::timeout(support::condition_timeout(), listening.next()).await };
-    let heard = runtime.block_on(heard);
+    let notified = runtime.block_on(notified);
     assert_eq!(
-        heard.unwrap(),
+        notified.unwrap(),
         None,
         "the subscription ends with the old logind"
     );

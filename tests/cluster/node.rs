@@ -428,13 +428,13 @@ fn a_runtime_in_use_is_refused(cluster: &Cluster) {
         .args(["--containerd-endpoint", &endpoint])
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
     for dir in ["/var/lib/holdfast-t-intruder", "/run/holdfast-t-intruder"] {
         std::fs::remove_dir_all(dir).unwrap();
     }
     assert!(
-        !output.status.success() && said.contains("already serves a kubelet"),
-        "{said}"
+        !output.status.success() && printed.contains("already serves a kubelet"),
+        "{printed}"
     );
 }
 
@@ -646,9 +646,10 @@ fn allocate(cluster: &Cluster, driver: &str, pods: &[&str]) {
 fn containerd_with_cdi() -> Option<std::path::PathBuf> {
     let containerds = support::skip::fetched("HOLDFAST_RUNTIMES", "usr/bin/containerd");
     let is_2 = |program: &std::path::PathBuf| {
-        let said = Command::new(program).arg("--version").output().unwrap();
-        let said = String::from_utf8_lossy(&said.stdout).into_owned();
-        said.split_whitespace()
+        let printed = Command::new(program).arg("--version").output().unwrap();
+        let printed = String::from_utf8_lossy(&printed.stdout).into_owned();
+        printed
+            .split_whitespace()
             .any(|word| word.trim_start_matches('v').starts_with("2."))
     };
     let found = containerds.into_iter().find(is_2);

@@ -331,11 +331,14 @@ impl Node {
         self.cluster.apply(&manifest("sidecar", "", &spec));
         let uid = uid(&self.pod("sidecar").unwrap());
         self.within(10, "the container starts after its sidecar", || {
-            let said = self.explain("sidecar");
+            let explanation = self.explain("sidecar");
             // The runtime is queried after the explanation, so its state can only be newer.
             let main = self.observe(&uid).newest("main").cloned();
             let waits = main.is_none_or(|c| c.state == ContainerState::Created);
-            assert!(!waits || !said.contains("Running as specified"), "{said}");
+            assert!(
+                !waits || !explanation.contains("Running as specified"),
+                "{explanation}"
+            );
             !waits
         });
         self.within(15, "the pod succeeds", || self.is("sidecar", "Succeeded"));
@@ -668,8 +671,8 @@ impl Node {
             self.cluster.events("later").contains("NetworkNotReady")
         });
         self.within(10, "the agent explains this, too", || {
-            let said = self.explain("later");
-            said.contains("the node's network is not ready")
+            let explanation = self.explain("later");
+            explanation.contains("the node's network is not ready")
         });
         let end = Instant::now() + Duration::from_secs(5);
         while Instant::now() < end {

@@ -206,18 +206,18 @@ fn whole_pod(pod: &Sized<'_>) {
 fn below_what_is_used(pod: &Sized<'_>) {
     let sized = |memory: &str| json!({"resources": {"requests": {"memory": memory}, "limits": {"memory": memory}}});
     pod.resize(&sized("8Ki"));
-    let mut said = String::new();
+    let mut message = String::new();
     pod.cluster
         .wait("a condition about the refused resize", || {
             let Some(condition) = pod.condition() else {
                 return false;
             };
-            said = condition["message"].as_str().unwrap_or_default().into();
+            message = condition["message"].as_str().unwrap_or_default().into();
             condition["type"] == "PodResizeInProgress" && condition["reason"] == "Error"
         });
     assert!(
-        said.contains("pod memory limit (8192) below current usage ("),
-        "{said}"
+        message.contains("pod memory limit (8192) below current usage ("),
+        "{message}"
     );
     assert_eq!(pod.limits(None).0, mebi(32));
     assert_eq!(pod.limits(Some("c")).0, mebi(32));
@@ -281,9 +281,9 @@ fn pods_are_resized_in_place_and_wait_for_capacity() {
         assert_eq!(support::inside(&cluster, "live", &shares), "204");
     }
     cluster.wait("the events of the resize", || {
-        let said = cluster.events("live");
-        said.contains("ResizeStarted Pod resize started: {")
-            && said.contains("ResizeCompleted Pod resize completed: {")
+        let events = cluster.events("live");
+        events.contains("ResizeStarted Pod resize started: {")
+            && events.contains("ResizeCompleted Pod resize completed: {")
     });
 
     // A resize that does not fit is deferred, reports this, and is applied when capacity becomes free.

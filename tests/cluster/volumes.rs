@@ -491,30 +491,30 @@ impl Drop for Dead {
 fn pods_above_their_disk_limits_are_evicted() {
     let cluster = Cluster::start("evict", 37);
     let image = support::busybox(&cluster);
-    let greedy = |name: &str, limit: &str, volumes: &str, target: &str| {
+    let pod_with_limit = |name: &str, limit: &str, volumes: &str, target: &str| {
         pod(name, &image, volumes, "[{name: v, mountPath: /v}]")
             .replace("command: [busybox, sleep, '10000']", &format!("command: [busybox, sh, -c, 'mkdir -p /tmp; busybox dd if=/dev/zero of={target} bs=1M count=8; sleep 10000'], resources: {{limits: {{{limit}}}}}"))
     };
     let empty = "[{name: v, emptyDir: {}}]";
-    cluster.apply(&greedy(
+    cluster.apply(&pod_with_limit(
         "volume",
         "",
         "[{name: v, emptyDir: {sizeLimit: 2Mi}}]",
         "/v/large",
     ));
-    cluster.apply(&greedy(
+    cluster.apply(&pod_with_limit(
         "whole",
         "ephemeral-storage: 4Mi",
         empty,
         "/v/large",
     ));
-    cluster.apply(&greedy(
+    cluster.apply(&pod_with_limit(
         "layer",
         "ephemeral-storage: 4Mi",
         empty,
         "/tmp/large",
     ));
-    cluster.apply(&greedy(
+    cluster.apply(&pod_with_limit(
         "modest",
         "ephemeral-storage: 100Mi",
         "[{name: v, emptyDir: {sizeLimit: 100Mi}}]",

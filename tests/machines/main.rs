@@ -206,14 +206,14 @@ fn share_disk() {
     );
     let disk = cores.join("fileio_0/disk");
     std::fs::create_dir_all(&disk).unwrap();
-    let say = |file: std::path::PathBuf, text: &str| {
+    let write_file = |file: std::path::PathBuf, text: &str| {
         std::fs::write(&file, text).unwrap_or_else(|e| panic!("{}: {e}", file.display()))
     };
-    say(
+    write_file(
         disk.join("control"),
         "fd_dev_name=/srv/disk,fd_dev_size=33554432",
     );
-    say(disk.join("enable"), "1");
+    write_file(disk.join("enable"), "1");
     for dir in ["lun/lun_0", "np/192.0.2.10:3260"] {
         std::fs::create_dir_all(target.join(dir)).unwrap();
     }
@@ -224,9 +224,9 @@ fn share_disk() {
         ("demo_mode_write_protect", "0"),
         ("cache_dynamic_acls", "1"),
     ] {
-        say(target.join("attrib").join(attribute), value);
+        write_file(target.join("attrib").join(attribute), value);
     }
-    say(target.join("enable"), "1");
+    write_file(target.join("enable"), "1");
     run("systemctl", &["start", "iscsid"]);
 }
 

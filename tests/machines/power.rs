@@ -33,11 +33,11 @@ fn a_node_recovers_from_every_kind_of_power_loss() {
     let disk = node.own_disk(work.path());
     for cycle in 0..=cycles {
         let after = Duration::from_millis(u64::from(cycle) * 1_700 % 5_000);
-        let said = node.run_until(&disk, AT_WORK, after);
-        let checked = said.contains(&format!("{CHECKED} {cycle}"));
+        let console_output = node.run_until(&disk, AT_WORK, after);
+        let checked = console_output.contains(&format!("{CHECKED} {cycle}"));
         assert!(
-            checked && !said.contains("panicked"),
-            "boot {cycle} of the virtual machine:\n{said}"
+            checked && !console_output.contains("panicked"),
+            "boot {cycle} of the virtual machine:\n{console_output}"
         );
         println!("boot {cycle} of {cycles} is correct");
     }

@@ -153,9 +153,9 @@ fn options(key: &str, value: &str) -> Value {
 
 /// The kernel's denials.
 fn denied() -> String {
-    let said = Command::new("dmesg").output().unwrap().stdout;
-    let said = String::from_utf8_lossy(&said).into_owned();
-    let lines = said.lines().filter(|line| line.contains("denied"));
+    let output = Command::new("dmesg").output().unwrap().stdout;
+    let output = String::from_utf8_lossy(&output).into_owned();
+    let lines = output.lines().filter(|line| line.contains("denied"));
     lines.collect::<Vec<_>>().join("\n")
 }
 
@@ -215,8 +215,8 @@ fn labels_decide_what_pods_can_use(cluster: &Cluster) {
         ),
     ] {
         let state = state(name);
-        let said = state["terminated"]["message"].as_str().unwrap_or_default();
-        let (own, found) = said.trim().split_once(' ').unwrap_or_default();
+        let message = state["terminated"]["message"].as_str().unwrap_or_default();
+        let (own, found) = message.trim().split_once(' ').unwrap_or_default();
         let denied = denied();
         assert!(own.starts_with(&label), "{name}: {state}\n{denied}");
         assert_eq!(found, files, "{name}: {state}\n{denied}");

@@ -265,9 +265,9 @@ fn wait_until_reported(cluster: &Cluster, unit: &str) {
         let node = cluster.node();
         let mut conditions = node["status"]["conditions"].as_array().unwrap().iter();
         let ready = conditions.find(|c| c["type"] == "Ready").unwrap();
-        let heard = ready["lastHeartbeatTime"].as_str().unwrap();
-        let heard: jiff::Timestamp = heard.parse().unwrap();
-        ready["status"] == "True" && heard.as_second() >= begun
+        let heartbeat = ready["lastHeartbeatTime"].as_str().unwrap();
+        let heartbeat: jiff::Timestamp = heartbeat.parse().unwrap();
+        ready["status"] == "True" && heartbeat.as_second() >= begun
     });
 }
 

@@ -88,7 +88,7 @@ impl Driver {
         servers
     }
 
-    fn note(&self, call: &str, claims: &[pb::Claim]) {
+    fn record(&self, call: &str, claims: &[pb::Claim]) {
         let names: Vec<&str> = claims.iter().map(|c| c.name.as_str()).collect();
         let mut calls = self.inner.calls.lock().unwrap();
         calls.push(format!("{call} {}", names.join(" ")));
@@ -102,7 +102,7 @@ impl DraPlugin for Driver {
         request: Request<pb::NodePrepareResourcesRequest>,
     ) -> Result<Response<pb::NodePrepareResourcesResponse>, Status> {
         let claims = request.into_inner().claims;
-        self.note("prepare", &claims);
+        self.record("prepare", &claims);
         let device = pb::Device {
             request_names: vec!["thing".into()],
             pool_name: "pool".into(),
@@ -126,7 +126,7 @@ impl DraPlugin for Driver {
         request: Request<pb::NodeUnprepareResourcesRequest>,
     ) -> Result<Response<pb::NodeUnprepareResourcesResponse>, Status> {
         let claims = request.into_inner().claims;
-        self.note("unprepare", &claims);
+        self.record("unprepare", &claims);
         let error = self.inner.refusal.lock().unwrap().clone();
         let answer = pb::NodeUnprepareResourceResponse {
             error: error.unwrap_or_default(),

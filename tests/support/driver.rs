@@ -147,7 +147,7 @@ impl Driver {
 
     /// Records a call. Then the call fails, or waits while such calls hang.
     async fn record_call(&self, call: &str, volume: &str) -> Result<(), Status> {
-        self.note(call, volume);
+        self.record(call, volume);
         if self.state.lock().unwrap().refused.contains(call) {
             return Err(Status::invalid_argument("this is refused for good"));
         }
@@ -170,7 +170,7 @@ impl Driver {
             .lines()
             .any(|l| l.contains(&part) && l.contains("/volume-subpaths/"))
         {
-            self.note("busy", volume);
+            self.record("busy", volume);
             return Err(Status::internal("the device is busy"));
         }
         Ok(())
@@ -187,7 +187,7 @@ impl Driver {
         }
     }
 
-    fn note(&self, call: &str, volume: &str) {
+    fn record(&self, call: &str, volume: &str) {
         self.state
             .lock()
             .unwrap()
@@ -267,7 +267,7 @@ impl Node for Driver {
         &self,
         request: Request<pb::NodeGetVolumeStatsRequest>,
     ) -> Result<Response<pb::NodeGetVolumeStatsResponse>, Status> {
-        self.note("stats", &request.into_inner().volume_id);
+        self.record("stats", &request.into_inner().volume_id);
         let bytes = pb::VolumeUsage {
             available: 300,
             total: 1000,
@@ -299,7 +299,7 @@ impl Node for Driver {
     ) -> Result<Response<pb::NodeExpandVolumeResponse>, Status> {
         let request = request.into_inner();
         let bytes = request.capacity_range.map_or(0, |c| c.required_bytes);
-        self.note(&format!("expand to {bytes}"), &request.volume_id);
+        self.record(&format!("expand to {bytes}"), &request.volume_id);
         if self.state.lock().unwrap().refused.contains("expand") {
             return Err(Status::out_of_range("no room for that"));
         }

@@ -118,7 +118,7 @@ impl Plugin {
             supported_versions: vec!["v1beta1".into()],
         };
         let plugin = self.clone();
-        let record_outcome = move |error: String| plugin.note(format!("outcome {error:?}"));
+        let record_outcome = move |error: String| plugin.record(format!("outcome {error:?}"));
         let services = Server::builder()
             .add_service(DevicePluginServer::new(self.clone()))
             .add_service(registration(info, record_outcome));
@@ -127,7 +127,7 @@ impl Plugin {
         servers
     }
 
-    fn note(&self, call: String) {
+    fn record(&self, call: String) {
         self.0.calls.lock().unwrap().push(call);
     }
 }
@@ -199,7 +199,7 @@ impl DevicePlugin for Plugin {
     ) -> Result<Response<pb::AllocateResponse>, Status> {
         let ids = request.into_inner().container_requests.remove(0);
         let ids = ids.devices_ids.join(",");
-        self.note(format!("allocate {ids}"));
+        self.record(format!("allocate {ids}"));
         let mut behaviour = self.0.behaviour.subscribe();
         let _ = behaviour
             .wait_for(|behaviour| *behaviour != Behaviour::Hangs)
@@ -235,7 +235,7 @@ impl DevicePlugin for Plugin {
         request: Request<pb::PreStartContainerRequest>,
     ) -> Result<Response<pb::PreStartContainerResponse>, Status> {
         let ids = request.into_inner().devices_ids.join(",");
-        self.note(format!("start {ids}"));
+        self.record(format!("start {ids}"));
         Ok(Response::new(pb::PreStartContainerResponse {}))
     }
 }

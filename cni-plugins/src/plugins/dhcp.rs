@@ -77,14 +77,18 @@ impl Plugin for Dhcp {
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
-        let held = call_daemon(call, "CHECK", &[])?;
-        let held = held["address"].as_str().unwrap_or_default();
+        let address = call_daemon(call, "CHECK", &[])?;
+        let address = address["address"].as_str().unwrap_or_default();
         let previous = call.previous()?.unwrap_or_default();
-        if previous.ips.iter().any(|ip| ip.address.to_string() == held) {
+        if previous
+            .ips
+            .iter()
+            .any(|ip| ip.address.to_string() == address)
+        {
             return Ok(());
         }
         Err(Error::other(format!(
-            "dhcp: the lease is of {held}, which is not in prevResult"
+            "dhcp: the lease is of {address}, which is not in prevResult"
         )))
     }
 

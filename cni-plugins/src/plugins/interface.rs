@@ -330,13 +330,13 @@ mod tests {
             Route::new(link, wanted.destination, wanted.gateway)
         };
         let over = |gateway| kernel(2, "10.9.0.0/16", Some(gateway));
-        let asked = of("10.9.0.0/16", Some("10.1.1.8"));
-        assert!(matches_route(&over("10.1.1.8"), &asked));
-        assert!(!matches_route(&over("10.1.1.9"), &asked));
-        assert!(!matches_route(&kernel(2, "10.9.0.0/16", None), &asked));
+        let requested = of("10.9.0.0/16", Some("10.1.1.8"));
+        assert!(matches_route(&over("10.1.1.8"), &requested));
+        assert!(!matches_route(&over("10.1.1.9"), &requested));
+        assert!(!matches_route(&kernel(2, "10.9.0.0/16", None), &requested));
         assert!(!matches_route(
             &kernel(2, "10.9.0.0/17", Some("10.1.1.8")),
-            &asked
+            &requested
         ));
         // The result does not contain an inferred gateway, and the kernel clears host bits.
         assert!(matches_route(&over("10.1.1.9"), &of("10.9.1.2/16", None)));
@@ -347,6 +347,6 @@ mod tests {
             &default
         ));
         // A multipath route.
-        assert!(matches_route(&kernel(0, "10.9.0.0/16", None), &asked));
+        assert!(matches_route(&kernel(0, "10.9.0.0/16", None), &requested));
     }
 }

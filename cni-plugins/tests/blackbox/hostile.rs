@@ -173,15 +173,15 @@ fn end(world: &World, config: &Value, what: &str) {
 
 /// Replaces a field by each of the values. Rejected configurations change nothing.
 fn test_bad_values(world: &World, good: &Value, path: &str) {
-    let spoilt = |horror: Value| {
+    let with_bad_value = |bad_value: Value| {
         let mut config = good.clone();
-        *config.pointer_mut(path).unwrap() = horror;
+        *config.pointer_mut(path).unwrap() = bad_value;
         config
     };
     let what =
         |config: &Value| format!("{path} = {:.60}", config.pointer(path).unwrap().to_string());
     let mut refused = vec![];
-    for config in bad_values().into_iter().map(spoilt) {
+    for config in bad_values().into_iter().map(with_bad_value) {
         if is_accepted(world, &config, &what(&config)) {
             end(world, &config, &what(&config));
             // An accepted ADD may leave state that DEL does not know, such as a link.

@@ -56,21 +56,21 @@ fn host_ports_reach_the_container_in_every_version() {
             (&result["ips"], &result["interfaces"]),
             "{version}"
         );
-        let says = Some("container".to_owned());
+        let word = Some("container".to_owned());
         assert_eq!(
             fetch(&world.host, "127.0.0.1:8080"),
-            says,
+            word,
             "{version}: over localhost\n{}",
             world.ruleset()
         );
         assert_eq!(
             fetch(&world.host, "10.198.1.1:8080"),
-            says,
+            word,
             "{version}: over an address of the host"
         );
         assert_eq!(
             fetch(&world.container, "10.198.1.1:8080"),
-            says,
+            word,
             "{version}: from the container itself"
         );
         if version >= "0.4.0" {

@@ -149,13 +149,13 @@ async fn run(
         input,
         sizes,
         output,
-        gone,
+        disconnected,
     } = client;
     let inward = async {
         let input = feed(process, fifos, tty, input);
         tokio::join!(input, resize(process, sizes));
     };
-    attend(process, inward, readers, Some(output), &gone).await
+    attend(process, inward, readers, Some(output), &disconnected).await
 }
 
 /// The agent's ends of a command's outputs.
@@ -181,7 +181,7 @@ async fn attend(
     inward: impl Future<Output = ()>,
     readers: Readers,
     output: Option<Output>,
-    gone: &CancellationToken,
+    disconnected: &CancellationToken,
 ) -> Result<u32, String> {
     let errors = async {
         if let Some(stderr) = readers.stderr {
@@ -211,7 +211,7 @@ async fn attend(
     if !drained {
         tokio::select! {
             () = &mut outward => {}
-            () = gone.cancelled() => {}
+            () = disconnected.cancelled() => {}
         }
     }
     Ok(code)
@@ -332,13 +332,13 @@ async fn tidy(process: &ExecProcess, fifos: &Fifos) -> Result<(), String> {
     if process.is_running().await.map_err(|e| e.to_string())? {
         let tty = !fifos.path(STDERR).exists();
         let readers = Readers::open(fifos, tty).map_err(|e| e.to_string())?;
-        let gone = CancellationToken::new();
-        gone.cancel();
+        let disconnected = CancellationToken::new();
+        disconnected.cancel();
         let inward = async {
             let ended = mpsc::channel(1).1;
             feed(process, fifos, tty, ended).await;
         };
-        attend(process, inward, readers, None, &gone).await?;
+        attend(process, inward, readers, None, &disconnected).await?;
     }
     process.delete().await.map_err(|e| e.to_string())
 }

@@ -123,12 +123,12 @@ impl LogFile {
                 return Ok(Next::Same);
             }
             let length = file.metadata()?.len();
-            let looks = match self.ending {
-                Some((before, looks)) if before == length => looks + 1,
+            let checks = match self.ending {
+                Some((before, checks)) if before == length => checks + 1,
                 _ => 0,
             };
-            self.ending = Some((length, looks));
-            if looks < QUIET {
+            self.ending = Some((length, checks));
+            if checks < QUIET {
                 return Ok(Next::Ending);
             }
         }

@@ -279,8 +279,8 @@ fn prepare(
             "{device} is not formatted: reading its content failed"
         )))?;
         // `blkid` reports nothing if reading the device failed temporarily.
-        if let Some(said) = probe(device)? {
-            return Err(format!("{device} is not formatted: it has {said}").into());
+        if let Some(output) = probe(device)? {
+            return Err(format!("{device} is not formatted: it has {output}").into());
         }
         let program = format!("mkfs.{filesystem}");
         let mut arguments = match filesystem {
@@ -291,22 +291,22 @@ fn prepare(
         call.doing(format!("{program} {device}"));
         match run_tool_to_completion(&program, &arguments, held)? {
             (0, _) => {}
-            (code, said) => {
-                return Err(format!("{program} {device} failed with {code}: {said}").into());
+            (code, output) => {
+                return Err(format!("{program} {device} failed with {code}: {output}").into());
             }
         }
     } else if filesystem.starts_with("ext") && !read_only {
         call.doing(format!("fsck -a {device}"));
         // Exit code 1 means that errors were corrected; 4 that errors remain.
         match run_tool_to_completion("fsck", &["-a", device], held)? {
-            (4, said) => {
+            (4, output) => {
                 return Err(format!(
-                    "fsck found errors on {device} but could not correct them: {said}"
+                    "fsck found errors on {device} but could not correct them: {output}"
                 )
                 .into());
             }
-            (code, said) if code > 1 => {
-                tracing::warn!(code, said, device, "checking a volume with fsck failed")
+            (code, output) if code > 1 => {
+                tracing::warn!(code, output, device, "checking a volume with fsck failed")
             }
             _ => {}
         }
@@ -318,10 +318,10 @@ fn prepare(
 fn probe(device: &str) -> Result<Option<String>, HostError> {
     let what = ["-p", "-s", "TYPE", "-s", "PTTYPE", "-o", "export", device];
     match tool("blkid", &what)? {
-        (0, said) => Ok(Some(said)),
+        (0, output) => Ok(Some(output)),
         // `blkid` also exits with this code if it could not read the device.
         (2, _) => Ok(None),
-        (code, said) => Err(format!("blkid could not probe {device} ({code}): {said}").into()),
+        (code, output) => Err(format!("blkid could not probe {device} ({code}): {output}").into()),
     }
 }
 
@@ -365,7 +365,7 @@ pub(super) fn grow(device: &Path, staged: &Path, call: &Call) -> Result<(), Host
     }
     match run_tool_to_completion(program, &arguments, held)? {
         (0, _) => Ok(()),
-        (code, said) => Err(format!("{program} {shown} failed with {code}: {said}").into()),
+        (code, output) => Err(format!("{program} {shown} failed with {code}: {output}").into()),
     }
 }
 
@@ -439,7 +439,9 @@ fn mount_called(
     arguments.extend([device, &dir]);
     match run_tool_cancellable("mount", &arguments, call)? {
         (0, _) => Ok(()),
-        (code, said) => Err(format!("mount -t {kind} {device} failed with {code}: {said}").into()),
+        (code, output) => {
+            Err(format!("mount -t {kind} {device} failed with {code}: {output}").into())
+        }
     }
 }
 

@@ -117,9 +117,9 @@ fn run_iscsiadm(call: &[String]) -> Result<(), HostError> {
     let words: Vec<&str> = call.iter().map(String::as_str).collect();
     match tool("iscsiadm", &words)? {
         (0 | SESSION_EXISTS, _) => Ok(()),
-        (code, said) => {
+        (code, output) => {
             let shown: Vec<&str> = words.iter().take_while(|w| **w != "-v").copied().collect();
-            Err(format!("iscsiadm {} failed with {code}: {said}", shown.join(" ")).into())
+            Err(format!("iscsiadm {} failed with {code}: {output}", shown.join(" ")).into())
         }
     }
 }
@@ -130,9 +130,9 @@ fn log_out(iscsi: &Iscsi) -> Result<(), HostError> {
         let words: Vec<&str> = call.iter().map(String::as_str).collect();
         match tool("iscsiadm", &words)? {
             (0 | NOTHING, _) => {}
-            (code, said) => {
+            (code, output) => {
                 return Err(
-                    format!("iscsiadm {} failed with {code}: {said}", words.join(" ")).into(),
+                    format!("iscsiadm {} failed with {code}: {output}", words.join(" ")).into(),
                 );
             }
         }

@@ -150,12 +150,12 @@ impl LinuxHost {
         self.cancel_setup(uid).await?;
         self.release_mapped(uid).await.map_err(failed())?;
         let dir = self.pod_dir(uid)?;
-        let look = move || {
+        let inspect = move || {
             let dir = fs::canonicalize(&dir).unwrap_or(dir);
             let table = mount::table()?;
-            Ok((places(&dir), table, csi::noted_in(&dir), dir))
+            Ok((places(&dir), table, csi::recorded_in(&dir), dir))
         };
-        let (places, table, noted, dir) = blocking(look).await?;
+        let (places, table, recorded, dir) = blocking(inspect).await?;
         let had: BTreeSet<&str> = table
             .iter()
             .filter(|m| m.point.starts_with(&dir))
@@ -181,7 +181,7 @@ impl LinuxHost {
             outcome.map_err(failed())?;
         }
         // Unmount subPath mounts and mounts of other programs, but not what drivers still have to unmount.
-        let is_known = |mount: &Mount| noted.iter().any(|dir| mount.point.starts_with(dir));
+        let is_known = |mount: &Mount| recorded.iter().any(|dir| mount.point.starts_with(dir));
         self.unmount_below(&dir, is_known).await.map_err(failed())?;
         self.unstage_idle(&had, each).await.map_err(failed())?;
         self.log_out_unused(uid).await.map_err(failed())
@@ -274,12 +274,12 @@ impl LinuxHost {
     /// Removes the mounts that a kubelet has created for a pod's block devices.
     async fn release_mapped(&self, uid: &str) -> Result<(), HostError> {
         let (root, own) = (self.root.clone(), segment(uid)?.to_owned());
-        let look = move || {
+        let inspect = move || {
             let root = fs::canonicalize(&root).unwrap_or(root);
             let table = mount::table()?;
             Ok(mapped::of_pod(&root, &own, &table))
         };
-        for point in blocking(look).await? {
+        for point in blocking(inspect).await? {
             let key = format!("release {}", point.display());
             let work = move || mapped::release(&point);
             self.calls.call(&key, KERNEL_TIMEOUT, work).await?;
@@ -545,16 +545,16 @@ pub(super) mod tests {
         let hung = host.calls.call(&key, Duration::from_millis(1), silent);
         assert!(hung.await.is_err(), "the call timed out");
         host.force_after = FORCE_AFTER;
-        let told = std::sync::Mutex::new(vec![]);
-        let each = |taken: VolumeRemoval| lock(&told).push(taken.has_failed);
+        let failures = std::sync::Mutex::new(vec![]);
+        let each = |taken: VolumeRemoval| lock(&failures).push(taken.has_failed);
         let waits = host.tear_down("u", &each).await;
         assert!(waits.is_err_and(|e| e.is_under_way() && e.message.contains("not answered")));
         assert!(is_mounted(), "not before the timeout");
-        assert!(lock(&told).is_empty(), "no result is reported yet");
+        assert!(lock(&failures).is_empty(), "no result is reported yet");
         host.force_after = Duration::ZERO;
         assert_eq!(host.tear_down("u", &each).await, Ok(()));
         assert!(!is_mounted());
-        assert_eq!(*lock(&told), [false]);
+        assert_eq!(*lock(&failures), [false]);
         release.send(()).expect("it waits");
     }
 
@@ -665,12 +665,12 @@ pub(super) mod tests {
         let (release, held) = std::sync::mpsc::channel::<()>();
         let hang = move || held.recv().map_err(|e| HostError::failed(e.to_string()));
         let key = staged.display().to_string();
-        let looked = host.calls.call(&key, Duration::ZERO, hang).await;
+        let staging_call = host.calls.call(&key, Duration::ZERO, hang).await;
         let outcome = host.tear_down("u", &|_| ()).await;
         release.send(()).expect("it waits");
         let are_mounted = [&staged, &mapped].map(|p| mount::is_mounted(p).expect("checked"));
         mount::unmount_all(&host.root).expect("unmounted");
-        assert!(looked.is_err());
+        assert!(staging_call.is_err());
         assert_eq!(are_mounted, [true; 2]);
         assert_eq!(outcome, Ok(()));
     }
@@ -790,10 +790,10 @@ pub(super) mod tests {
         let host = host(dir.path());
         fs::create_dir_all(host.root.join("pods/u")).expect("mkdir");
         let (release, until) = std::sync::mpsc::channel();
-        let looking = host
+        let setup = host
             .calls
             .call("u/v", Duration::from_millis(20), move || held(until));
-        assert!(looking.await.is_err(), "the call timed out");
+        assert!(setup.await.is_err(), "the call timed out");
         assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
         release.send(()).expect("it waits");
     }

@@ -672,14 +672,14 @@ async fn staged(context: &Context, place: &Published) -> Result<Option<PathBuf>,
 /// that waits for the attachment does not count.
 async fn is_published_elsewhere(context: &Context, place: &Published) -> Result<bool, HostError> {
     let (dirs, others) = (context.csi.dirs.clone(), context.csi.others(place));
-    blocking(move || Ok(others.iter().any(|other| dirs.is_noted(other)))).await
+    blocking(move || Ok(others.iter().any(|other| dirs.is_recorded(other)))).await
 }
 
 async fn one(context: &Context, place: &Published) -> Result<(), VolumeError> {
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
     // The driver does not know a volume that waits for its attachment, unless another pod has staged it.
-    let is_noted = blocking(move || Ok(dirs.is_noted(&own))).await?;
-    if is_noted {
+    let is_recorded = blocking(move || Ok(dirs.is_recorded(&own))).await?;
+    if is_recorded {
         let registered = context.csi.driver(&place.data.driver_name)?;
         let target = place.target.display().to_string();
         registered
