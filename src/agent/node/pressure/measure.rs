@@ -229,7 +229,7 @@ mod tests {
             assert!(separate_images);
         }
         assert_eq!(
-            filesystems.calls.under_way(),
+            filesystems.calls.pending(),
             1,
             "the hanging filesystem is read once"
         );
