@@ -482,7 +482,7 @@ struct Written {
 }
 
 /// The minimum number of writes for a meaningful result.
-const ENOUGH: u64 = 50;
+const MIN_WRITES: u64 = 50;
 
 /// Whether the server acknowledged a write; prints the error otherwise.
 fn is_acknowledged<T>(name: &str, answer: kube::Result<T>) -> bool {
@@ -499,7 +499,7 @@ async fn write(client: Client, until: Instant) -> Written {
     for i in 0_i64.. {
         let overtime = Instant::now().saturating_duration_since(until);
         if !overtime.is_zero()
-            && (written.acknowledged > ENOUGH || overtime > support::condition_timeout())
+            && (written.acknowledged > MIN_WRITES || overtime > support::condition_timeout())
         {
             break;
         }
@@ -719,7 +719,7 @@ fn hostile_clients_affect_no_other_client() {
         elsewhere.failed * 50 <= elsewhere.tries,
         "clients from other addresses are admitted nearly always"
     );
-    assert!(written.acknowledged > ENOUGH && pods.0 > 0);
+    assert!(written.acknowledged > MIN_WRITES && pods.0 > 0);
     assert_eq!(written.failed, 0, "a write failed");
     let kept = runtime.block_on(async {
         let client = holdfast::kubeapi::client::connect(&kubeconfig)

@@ -49,7 +49,7 @@ enum Owner {
 /// The values last written to a cgroup; `None` if writing failed. Locked while the values are being written.
 type Written = Arc<tokio::sync::Mutex<Option<Values>>>;
 
-struct Known {
+struct KnownGroup {
     owner: Owner,
     written: Written,
 }
@@ -68,7 +68,7 @@ pub struct Cgroups {
     slices: Slices,
     /// The sizes of huge pages that the kernel supports, in bytes.
     page_sizes: Vec<u64>,
-    known: Mutex<BTreeMap<String, Known>>,
+    known: Mutex<BTreeMap<String, KnownGroup>>,
     checks: AtomicU32,
     /// Whether pods have no cgroups (`cgroupsPerQOS: false`).
     without_pod_cgroups: bool,
@@ -207,7 +207,7 @@ impl Cgroups {
         sys::cgroup::exists(&self.group_path(group))
     }
 
-    fn known(&self) -> MutexGuard<'_, BTreeMap<String, Known>> {
+    fn known(&self) -> MutexGuard<'_, BTreeMap<String, KnownGroup>> {
         lock(&self.known)
     }
 
@@ -220,7 +220,7 @@ impl Cgroups {
     ) -> Result<Vec<Difference>, HostError> {
         let written = {
             let mut known = self.known();
-            let known = known.entry(name.to_owned()).or_insert_with(|| Known {
+            let known = known.entry(name.to_owned()).or_insert_with(|| KnownGroup {
                 owner,
                 written: Arc::default(),
             });

@@ -43,14 +43,14 @@ pub(in crate::host) fn run_tool_cancellable(
     run(program, arguments, Stdio::null(), Limit::Cancellable(call))
 }
 
-/// Like [`tool`], but without a timeout, for tools that write to a device. The tool inherits `held` as its
+/// Like [`tool`], but without a timeout, for tools that write to a device. The tool inherits `input_file` as its
 /// input, and with it a lock on that file. The lock lasts as long as the tool runs, even if the agent exits.
 pub(in crate::host) fn run_tool_to_completion(
     program: &str,
     arguments: &[&str],
-    held: File,
+    input_file: File,
 ) -> Result<(i32, String), HostError> {
-    run(program, arguments, held.into(), Limit::None)
+    run(program, arguments, input_file.into(), Limit::None)
 }
 
 fn run(
@@ -154,8 +154,8 @@ mod tests {
         let formatting = calls.call_with("u/v", short, move |call| {
             call.doing("formatting");
             began.send(()).expect("the receiver is alive");
-            let held = File::open("/dev/null")?;
-            run_tool_to_completion("sh", &["-c", &script], held).map(|_| ())
+            let input_file = File::open("/dev/null")?;
+            run_tool_to_completion("sh", &["-c", &script], input_file).map(|_| ())
         });
         // While a blocking thread of tokio runs, the paused clock does not
         // advance, so the call cannot time out before its thread has started.

@@ -139,12 +139,12 @@ async fn both_ways(
 }
 
 /// Forwards a request over a new connection and returns the answer. If the other side leaves HTTP, bytes are copied
-/// both ways until both sides have closed; `held` is kept until then.
+/// both ways until both sides have closed; `guard` is kept until then.
 pub async fn forward_request(
     mut request: Request<Incoming>,
     outgoing: &Outgoing,
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    held: impl Send + 'static,
+    guard: impl Send + 'static,
 ) -> Result<Response<Body>, TunnelError> {
     let upgrade = is_upgrade(request.headers());
     let forwards_ports = outgoing.forwards_ports
@@ -191,7 +191,7 @@ pub async fn forward_request(
     if let (true, Some(inner)) = (leaves, inner) {
         let outer = hyper::upgrade::on(&mut answer);
         tokio::spawn(async move {
-            let _held = held;
+            let _guard = guard;
             let (Some((inner, progress)), Ok(outer)) = tokio::join!(take_over(inner), outer) else {
                 return;
             };

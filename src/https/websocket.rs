@@ -126,14 +126,14 @@ async fn spdy(
     Ok(Ok(hyper::upgrade::on(answer).await?))
 }
 
-/// Serves a request's WebSocket through a new SPDY connection to a runtime. `held` is kept until the session ends.
+/// Serves a request's WebSocket through a new SPDY connection to a runtime. `guard` is kept until the session ends.
 pub async fn serve_socket(
     mut request: Request<Incoming>,
     socket_content: SocketContent,
     channels: Channels,
     outgoing: &Outgoing,
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    held: impl Send + 'static,
+    guard: impl Send + 'static,
 ) -> Result<Response<Body>, TunnelError> {
     let Some(accept) = request.headers().get(SEC_WEBSOCKET_KEY).and_then(accept) else {
         return Ok(super::text(
@@ -154,7 +154,7 @@ pub async fn serve_socket(
         }
     };
     tokio::spawn(async move {
-        let _held = held;
+        let _guard = guard;
         let Some((inner, progress)) = take_over(inner).await else {
             return;
         };

@@ -26,7 +26,7 @@ use crate::sys::clock::Clock;
 
 /// How long no new value must arrive before all are written, and how often this wait is repeated at most. Pods that
 /// start have priority at the disk.
-const QUIET: Duration = Duration::from_secs(3);
+const QUIET_PERIOD: Duration = Duration::from_secs(3);
 const MAX_QUIET_WAITS: u32 = 20;
 
 /// The name of the list of pods.
@@ -265,7 +265,7 @@ async fn write(keeper: Keeper) {
         keeper.0.changed.notified().await;
         // Waits until a burst is over, with a limit.
         for _ in 0..MAX_QUIET_WAITS {
-            if tokio::time::timeout(QUIET, keeper.0.changed.notified())
+            if tokio::time::timeout(QUIET_PERIOD, keeper.0.changed.notified())
                 .await
                 .is_err()
             {
@@ -389,6 +389,6 @@ pub async fn follow(
             return std::future::pending().await;
         }
         // Statuses change often while pods start; one pass after that is enough.
-        tokio::time::sleep(QUIET).await;
+        tokio::time::sleep(QUIET_PERIOD).await;
     }
 }

@@ -48,7 +48,7 @@ pub struct BlockingCalls(Arc<Inner>);
 #[derive(Default)]
 struct Inner {
     pending: Mutex<HashMap<String, Arc<Call>>>,
-    ended: Notify,
+    completed: Notify,
 }
 
 /// Frees the key when the call completes or panics.
@@ -57,7 +57,7 @@ struct Slot(BlockingCalls, String);
 impl Drop for Slot {
     fn drop(&mut self) {
         lock(&self.0.0.pending).remove(&self.1);
-        self.0.0.ended.notify_waiters();
+        self.0.0.completed.notify_waiters();
     }
 }
 
@@ -129,9 +129,9 @@ impl BlockingCalls {
     pub async fn cancel(&self, prefix: &str, wait: Duration) -> Result<(), HostError> {
         let deadline = tokio::time::Instant::now() + wait;
         loop {
-            let mut ended = std::pin::pin!(self.0.ended.notified());
+            let mut completed = std::pin::pin!(self.0.completed.notified());
             // From here on, no completion is missed.
-            ended.as_mut().enable();
+            completed.as_mut().enable();
             let mut progress = None;
             for call in self.with_prefix(prefix) {
                 call.cancelled.store(true, Ordering::Relaxed);
@@ -140,7 +140,7 @@ impl BlockingCalls {
             let Some(progress) = progress else {
                 return Ok(());
             };
-            if tokio::time::timeout_at(deadline, ended).await.is_err() {
+            if tokio::time::timeout_at(deadline, completed).await.is_err() {
                 return Err(progress);
             }
         }
@@ -151,14 +151,14 @@ impl BlockingCalls {
     pub async fn wait_for_any(&self, prefix: &str) {
         let before = self.with_prefix(prefix);
         loop {
-            let mut ended = std::pin::pin!(self.0.ended.notified());
-            ended.as_mut().enable();
+            let mut completed = std::pin::pin!(self.0.completed.notified());
+            completed.as_mut().enable();
             let now = self.with_prefix(prefix);
             let has_ended = |call| !now.iter().any(|other| Arc::ptr_eq(call, other));
             if before.iter().any(has_ended) {
                 return;
             }
-            ended.await;
+            completed.await;
         }
     }
 

@@ -79,7 +79,7 @@ struct Level {
     name: CString,
     names: Vec<CString>,
     /// Names that cannot be removed, and must not be tried again.
-    stays: BTreeSet<CString>,
+    kept: BTreeSet<CString>,
 }
 
 impl Level {
@@ -88,16 +88,16 @@ impl Level {
             dir: Dir::from_fd(dir)?,
             name,
             names: vec![],
-            stays: BTreeSet::new(),
+            kept: BTreeSet::new(),
         })
     }
 
     /// The next name to remove. Reads the directory again until it contains no other names.
     fn next(&mut self) -> Result<Option<CString>, Errno> {
-        if self.names.is_empty() && self.stays.len() < MAX_KEPT_NAMES {
+        if self.names.is_empty() && self.kept.len() < MAX_KEPT_NAMES {
             for entry in self.dir.iter() {
                 let name = entry?.file_name().to_owned();
-                if ![c".", c".."].contains(&name.as_c_str()) && !self.stays.contains(&name) {
+                if ![c".", c".."].contains(&name.as_c_str()) && !self.kept.contains(&name) {
                     self.names.push(name);
                 }
                 if self.names.len() == BATCH {
@@ -169,7 +169,7 @@ impl Removal {
     /// Records in the parent that a name stays.
     fn keep(&mut self, name: &CString) {
         if let Some(level) = self.levels.last_mut() {
-            level.stays.insert(name.clone());
+            level.kept.insert(name.clone());
         }
     }
 
@@ -219,13 +219,13 @@ impl Removal {
                 Ok(Some(name)) => self.take(name),
                 outcome => {
                     let failed = outcome.err();
-                    let Some(Level { name, stays, .. }) = self.levels.pop() else {
+                    let Some(Level { name, kept, .. }) = self.levels.pop() else {
                         break;
                     };
                     match failed {
                         Some(error) => self.record_kept(&name, Reason::Refused(error)),
                         // The paths below it were already reported.
-                        None if !stays.is_empty() => self.keep(&name),
+                        None if !kept.is_empty() => self.keep(&name),
                         None => self.end(&name),
                     }
                 }

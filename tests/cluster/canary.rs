@@ -618,7 +618,7 @@ impl Rounds {
             self.forgotten = self.cluster.leftovers_known().into_iter().collect();
         }
         self.cluster
-            .wait_quietly("the disk to be released", || !self.disk.is_held());
+            .wait_quietly("the disk to be released", || !self.disk.is_in_use());
         self.disk.reattach();
         let _ = std::os::unix::fs::symlink(&self.disk.device, &self.name_of_disk);
         with_filesystem(&self.disk, assert_canaries_alive);

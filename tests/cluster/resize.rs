@@ -247,15 +247,15 @@ fn pods_are_resized_in_place_and_wait_for_capacity() {
         made(&cluster, name, &json!({"containers": [container]}))
     };
     let live = pod("live", "100m", "NotRequired");
-    let anew = pod("anew", "100m", "RestartContainer");
+    let restarted = pod("anew", "100m", "RestartContainer");
     let big = pod("big", &format!("{}m", cpus * 1000 - 700), "NotRequired");
     cluster.wait("all pods to run", || {
-        [&live, &anew, &big].iter().all(|p| p.runs("c"))
+        [&live, &restarted, &big].iter().all(|p| p.runs("c"))
     });
     let before = live.container("c")["containerID"].clone();
     let larger =
         json!({"requests": {"cpu": "200m", "memory": "48Mi"}, "limits": {"memory": "128Mi"}});
-    for pod in [&live, &anew] {
+    for pod in [&live, &restarted] {
         pod.resize(&one(&larger));
         cluster.wait("the pod to have the new size", || {
             let resources = &pod.container("c")["resources"];
@@ -272,7 +272,7 @@ fn pods_are_resized_in_place_and_wait_for_capacity() {
     assert_eq!(live.container("c")["containerID"], before);
     assert_eq!(live.container("c")["restartCount"], 0);
     assert_eq!(
-        anew.container("c")["restartCount"],
+        restarted.container("c")["restartCount"],
         1,
         "the resize policy requires a restart"
     );

@@ -17,7 +17,7 @@ const RUNNING: [&str; 4] = ["aligned", "burstable", "modest", "hog"];
 const MIB: u64 = 1 << 20;
 /// The memory limit of all pods together, and the part of it that must stay available.
 const LIMIT: u64 = 400 * MIB;
-const LEFT: u64 = 150 * MIB;
+const KEPT_FREE: u64 = 150 * MIB;
 
 #[test]
 fn resources_of_two_numa_nodes_are_aligned() {
@@ -66,7 +66,7 @@ fn configuration() -> String {
         let file = format!("/sys/devices/system/node/node{node}/meminfo");
         bytes(&file, "MemTotal:")
     });
-    let for_pods = (LIMIT - LEFT) / 2;
+    let for_pods = (LIMIT - KEPT_FREE) / 2;
     let system = totals.iter().sum::<u64>() - LIMIT;
     let reserved = [0, 1].map(|node| {
         let bytes = totals[node] - for_pods;
@@ -81,7 +81,7 @@ fn configuration() -> String {
         format!("reservedMemory: [{}]", reserved.join(", ")),
         "topologyManagerPolicy: single-numa-node".into(),
         format!("systemReserved: {{memory: '{system}'}}"),
-        format!("evictionHard: {{memory.available: {}Mi}}", LEFT / MIB),
+        format!("evictionHard: {{memory.available: {}Mi}}", KEPT_FREE / MIB),
         "failSwapOn: false".into(),
         "memorySwap: {swapBehavior: LimitedSwap}".into(),
     ];
@@ -130,7 +130,7 @@ const GROWS: &str = "until test -e /v/go; do sleep 1; done; busybox dd if=/dev/z
 
 /// Pods whose request fits on the node, but not on one NUMA node: three CPUs, or more than half of the memory.
 fn too_large_for_numa(node: &str) -> [Value; 2] {
-    let half_and_more = (LIMIT - LEFT) * 3 / 5;
+    let half_and_more = (LIMIT - KEPT_FREE) * 3 / 5;
     [("many", 3, 16 * MIB), ("much", 1, half_and_more)].map(|(name, cpu, memory)| {
         let whole = json!({"limits": {"cpu": cpu, "memory": memory.to_string()}});
         pod(node, name, IDLE, &[("c", whole)])

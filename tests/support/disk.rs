@@ -46,7 +46,7 @@ impl Loop {
     }
 
     /// Whether a detached device is still in use.
-    pub fn is_held(&self) -> bool {
+    pub fn is_in_use(&self) -> bool {
         let output = Command::new("losetup")
             .args(["--associated", self.file.path().to_str().unwrap()])
             .output();
@@ -58,7 +58,7 @@ impl Loop {
     /// two filesystems over the same blocks.
     pub fn reattach(&mut self) {
         if !self.is_there {
-            assert!(!self.is_held(), "{} is in use", self.device);
+            assert!(!self.is_in_use(), "{} is in use", self.device);
             self.device = Loop::attach(&self.file);
             self.is_there = true;
         }

@@ -36,7 +36,7 @@ pub fn command_with_timeout(program: impl AsRef<std::ffi::OsStr>) -> Command {
 }
 
 /// The numbers of this binary's clusters, each with its name.
-static TAKEN: Mutex<BTreeMap<u16, String>> = Mutex::new(BTreeMap::new());
+static CLUSTERS: Mutex<BTreeMap<u16, String>> = Mutex::new(BTreeMap::new());
 
 pub struct Cluster {
     pub name: String,
@@ -133,7 +133,7 @@ impl Cluster {
     /// A cluster that is not started yet. Panics if another cluster of this binary has the name or the number, as tests run
     /// side by side.
     pub fn new(name: &str, number: u16) -> Cluster {
-        let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = CLUSTERS.lock().unwrap_or_else(PoisonError::into_inner);
         let other = taken
             .iter()
             .find(|(n, other)| (**n == number) != (*other == name));

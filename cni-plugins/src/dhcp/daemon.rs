@@ -525,11 +525,11 @@ impl Daemon {
 
     fn sleep(&self, active: &ActiveLease, time: Option<Duration>) {
         // Wakes up at least hourly, because the wall clock may have been set.
-        const LONGEST: Duration = Duration::from_secs(3600);
+        const MAX_SLEEP: Duration = Duration::from_secs(3600);
         let state = lock(&active.state);
         let wait = active.changed.wait_timeout_while(
             state,
-            time.unwrap_or(LONGEST).min(LONGEST),
+            time.unwrap_or(MAX_SLEEP).min(MAX_SLEEP),
             |state| !state.is_released,
         );
         drop(wait.unwrap_or_else(PoisonError::into_inner));
@@ -575,12 +575,12 @@ impl Daemon {
         Ok(result)
     }
 
-    /// Releases the leases that `gone` selects. If the container's namespace no longer
+    /// Releases the leases for which `selects` is true. If the container's namespace no longer
     /// exists, no message can be sent and the server waits for the lease to expire.
-    fn release(&self, gone: impl Fn(&LeaseOwner) -> bool) -> usize {
+    fn release(&self, selects: impl Fn(&LeaseOwner) -> bool) -> usize {
         let matching: Vec<Arc<ActiveLease>> = lock(&self.leases)
             .values()
-            .filter(|h| gone(&h.owner))
+            .filter(|h| selects(&h.owner))
             .cloned()
             .collect();
         for active in &matching {

@@ -523,8 +523,8 @@ impl Plugin for Bridge {
         let config = Config::parse(call)?;
         let mut socket = Socket::route().map_err(doing("opening a netlink socket failed"))?;
         let spoof = if config.spoof_check {
-            let gone = |port: &str| matches!(socket.link(port), Ok(None));
-            spoof::collect(keep, gone).map_err(doing("MAC spoof checks cannot be removed"))
+            let is_removed = |port: &str| matches!(socket.link(port), Ok(None));
+            spoof::collect(keep, is_removed).map_err(doing("MAC spoof checks cannot be removed"))
         } else {
             Ok(())
         };

@@ -82,8 +82,8 @@ fn networks_of_the_reference_pass_check_until_damaged() {
     };
     for config in &chain {
         let output = check(config);
-        let said = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success(), "{}: {said}", config["type"]);
+        let stdout = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{}: {stdout}", config["type"]);
     }
     // Delete one of the two port rules, then the rules that jump to the chains, then the masquerading rule.
     let rules = world.on_host(&["iptables-save", "-t", "nat"]);

@@ -266,7 +266,7 @@ fn prepare(
     if call.is_cancelled() {
         return Err(format!("{device} is not prepared: its pod is terminating").into());
     }
-    let held = lock_device(device)?;
+    let file = lock_device(device)?;
     let found = probe(device)?;
     if found.is_none() && read_only {
         return Err(format!(
@@ -275,7 +275,7 @@ fn prepare(
         .into());
     }
     if found.is_none() {
-        check_readable(&held).map_err(doing(format!(
+        check_readable(&file).map_err(doing(format!(
             "{device} is not formatted: reading its content failed"
         )))?;
         // `blkid` reports nothing if reading the device failed temporarily.
@@ -289,7 +289,7 @@ fn prepare(
         };
         arguments.push(device);
         call.doing(format!("{program} {device}"));
-        match run_tool_to_completion(&program, &arguments, held)? {
+        match run_tool_to_completion(&program, &arguments, file)? {
             (0, _) => {}
             (code, output) => {
                 return Err(format!("{program} {device} failed with {code}: {output}").into());
@@ -298,7 +298,7 @@ fn prepare(
     } else if filesystem.starts_with("ext") && !read_only {
         call.doing(format!("fsck -a {device}"));
         // Exit code 1 means that errors were corrected; 4 that errors remain.
-        match run_tool_to_completion("fsck", &["-a", device], held)? {
+        match run_tool_to_completion("fsck", &["-a", device], file)? {
             (4, output) => {
                 return Err(format!(
                     "fsck found errors on {device} but could not correct them: {output}"
@@ -357,13 +357,13 @@ pub(super) fn grow(device: &Path, staged: &Path, call: &Call) -> Result<(), Host
     };
     call.doing(format!("{program} {}", arguments.join(" ")));
     // Several pods may notice the growth of their volume at the same time; serialise them.
-    let held = open_exclusive(&shown)?;
-    held.lock()
+    let file = open_exclusive(&shown)?;
+    file.lock()
         .map_err(doing(format!("{shown} cannot be locked")))?;
     if call.is_cancelled() {
         return Err(format!("{shown} is not grown: its pod is terminating").into());
     }
-    match run_tool_to_completion(program, &arguments, held)? {
+    match run_tool_to_completion(program, &arguments, file)? {
         (0, _) => Ok(()),
         (code, output) => Err(format!("{program} {shown} failed with {code}: {output}").into()),
     }

@@ -190,7 +190,7 @@ impl LinuxHost {
         let (staged, path) = (self.staged(&resolved.name).ok()?, PathBuf::from(path));
         let (pods, own) = (self.root.join("pods"), uid.to_owned());
         let (plugin, name) = (resolved.plugin(), resolved.name.clone());
-        let look = move || {
+        let inspect = move || {
             let others = fs::read_dir(pods)?.flatten();
             let mut others = others.filter(|pod| *pod.file_name() != *own);
             // Do not access the mount, which may hang.
@@ -210,7 +210,7 @@ impl LinuxHost {
             Ok(Some(root.gid()))
         };
         let key = format!("{uid}/{}/group", resolved.volume);
-        let found = self.calls.call(&key, KERNEL_TIMEOUT, look).await;
+        let found = self.calls.call(&key, KERNEL_TIMEOUT, inspect).await;
         found.ok().flatten()
     }
 

@@ -43,7 +43,7 @@ const AGENT_PLUGINS: [&str; 5] = [
 const CSI_PLUGIN: &str = "kubernetes.io~csi";
 
 /// A volume in a pod's directory.
-struct Place {
+struct Volume {
     /// The directory name of its plugin.
     plugin: String,
     dir: PathBuf,
@@ -52,7 +52,7 @@ struct Place {
 }
 
 /// The volumes in a pod's directory, except those of CSI drivers. Does not access mounts, which may hang.
-fn places(pod: &Path) -> Vec<Place> {
+fn places(pod: &Path) -> Vec<Volume> {
     let listed = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten();
     let mut found = vec![];
     for (below, block) in [("volumes", false), ("volumeDevices", true)] {
@@ -61,7 +61,7 @@ fn places(pod: &Path) -> Vec<Place> {
             if name == CSI_PLUGIN {
                 continue;
             }
-            found.extend(listed(&plugin.path()).map(|volume| Place {
+            found.extend(listed(&plugin.path()).map(|volume| Volume {
                 plugin: name.clone(),
                 dir: volume.path(),
                 block,
@@ -244,7 +244,7 @@ impl LinuxHost {
     }
 
     /// Removes a volume of the pod with this directory: unmounts it and removes the files that the agent has created.
-    async fn clean_up(&self, place: Place, pod: &Path, table: &[Mount]) -> Result<(), HostError> {
+    async fn clean_up(&self, place: Volume, pod: &Path, table: &[Mount]) -> Result<(), HostError> {
         for mount in mount::among(table, &place.dir) {
             self.unmount(mount).await?;
         }
@@ -463,7 +463,7 @@ pub(super) mod tests {
     }
 
     /// Blocks until a message arrives.
-    fn held(until: Receiver<()>) -> Result<(), HostError> {
+    fn block_until(until: Receiver<()>) -> Result<(), HostError> {
         until.recv().expect("a message");
         Ok(())
     }
@@ -541,7 +541,7 @@ pub(super) mod tests {
         let real = fs::canonicalize(dir.path()).expect("a path");
         let real = real.join("disk/pods/u/volumes/kubernetes.io~nfs/v");
         let key = unmount_key(&real, MntFlags::empty());
-        let silent = move || held(answer);
+        let silent = move || block_until(answer);
         let hung = host.calls.call(&key, Duration::from_millis(1), silent);
         assert!(hung.await.is_err(), "the call timed out");
         host.force_after = FORCE_AFTER;
@@ -773,7 +773,7 @@ pub(super) mod tests {
         let late = point.clone();
         let (release, until) = std::sync::mpsc::channel();
         let mounting = host.calls.call("u/v", Duration::from_millis(20), move || {
-            held(until)?;
+            block_until(until)?;
             std::thread::sleep(Duration::from_millis(300));
             mount::tmpfs(&late, 0).map_err(HostError::from)
         });
@@ -792,7 +792,7 @@ pub(super) mod tests {
         let (release, until) = std::sync::mpsc::channel();
         let setup = host
             .calls
-            .call("u/v", Duration::from_millis(20), move || held(until));
+            .call("u/v", Duration::from_millis(20), move || block_until(until));
         assert!(setup.await.is_err(), "the call timed out");
         assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
         release.send(()).expect("it waits");

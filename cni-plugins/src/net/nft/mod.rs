@@ -410,11 +410,12 @@ impl Nft {
         }
     }
 
-    /// Deletes the rules that `gone` selects, in one transaction. Rules that another process has deleted are no error.
+    /// Deletes the rules for which `selects` is true, in one transaction.
+    /// Rules that another process has deleted are no error.
     pub fn delete(
         &mut self,
         chains: &[(Table, &str)],
-        gone: impl Fn(&Rule) -> bool,
+        selects: impl Fn(&Rule) -> bool,
     ) -> io::Result<()> {
         for _ in 0..ATTEMPTS {
             let mut to_delete = vec![];
@@ -422,7 +423,7 @@ impl Nft {
                 to_delete.extend(
                     self.rules(*table, chain)?
                         .iter()
-                        .filter(|r| gone(r))
+                        .filter(|r| selects(r))
                         .map(|r| table.delete(chain, r)),
                 );
             }

@@ -100,7 +100,10 @@ pub fn has(container: &str, ifname: &str) -> io::Result<bool> {
 
 /// Removes the rules of attachments that are not in `keep` and whose port no longer exists. The port
 /// decides, because the rules have the reference's comment, which does not contain the network.
-pub fn collect(keep: &[(String, String)], mut gone: impl FnMut(&str) -> bool) -> io::Result<()> {
+pub fn collect(
+    keep: &[(String, String)],
+    mut is_removed: impl FnMut(&str) -> bool,
+) -> io::Result<()> {
     let work = |nft: &mut Nft| {
         for rule in nft.rules(TABLE, ENTRY)? {
             let Some(id) = rule.mark.strip_prefix("macspoofchk-") else {
@@ -114,7 +117,7 @@ pub fn collect(keep: &[(String, String)], mut gone: impl FnMut(&str) -> bool) ->
             let Some((container, ifname)) = id.rsplit_once('-') else {
                 continue;
             };
-            if !keep.iter().any(|(c, i)| c == container && i == ifname) && gone(&port) {
+            if !keep.iter().any(|(c, i)| c == container && i == ifname) && is_removed(&port) {
                 remove(nft, container, ifname)?;
             }
         }
