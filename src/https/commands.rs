@@ -1,8 +1,8 @@
 //! The server side of a command's streams over SPDY, in place of a runtime's streaming server.
 //!
 //! Serves version 4 of the protocol (`v4.channel.k8s.io`), which every client since Kubernetes 1.4 offers, as
-//! `k8s.io/cri-streaming/pkg/streaming/remotecommand/httpstream.go` does. The client side is [`forward_request`](super::forward_request)
-//! or [`serve_socket`](super::serve_socket) of this process.
+//! `k8s.io/cri-streaming/pkg/streaming/remotecommand/httpstream.go` does. The client side is
+//! [`forward_request`](super::forward_request) or [`serve_socket`](super::serve_socket) of this process.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -26,7 +26,8 @@ const DELAY_FILE: &str = "99-kubelet.conf";
 const UNIT: &str = "systemd-logind.service";
 /// The signal on which logind reloads its configuration.
 const SIGHUP: i32 = 1;
-/// Maximum number of checks whether logind has reloaded. The pause doubles after each, starting at [`FIRST_CHECK_PAUSE`].
+/// Maximum number of checks whether logind has reloaded. The
+/// pause doubles after each, starting at [`FIRST_CHECK_PAUSE`].
 const MAX_CHECKS: u32 = 5;
 const FIRST_CHECK_PAUSE: Duration = Duration::from_millis(100);
 
