@@ -86,7 +86,7 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     sys::memory::limit_arenas();
-    https::end_process_on_panic();
+    https::abort_on_panic();
     // The agent starts its log later, as its configuration requires.
     if !matches!(command, Command::Agent { running: None, .. }) {
         let level = if matches!(command, Command::ControlPlane(_)) {
@@ -328,7 +328,7 @@ async fn run_agent(
         agent = agent::build(config) => agent?,
         () = stop.cancelled() => return Ok(()),
     };
-    tokio::spawn(sys::service::alive());
+    tokio::spawn(sys::service::keep_watchdog_fed());
     Box::pin(agent.run_until(stop.cancelled_owned())).await
 }
 
@@ -349,8 +349,8 @@ fn audit(flags: AuditFlags) -> anyhow::Result<()> {
         data_dir,
         network,
         cache_dir,
-        mend,
-        patience: std::time::Duration::from_secs(older_than),
+        repair: mend,
+        min_age: std::time::Duration::from_secs(older_than),
     })?;
     let (table, all_well) = ipam::table(&findings);
     println!("{table}");

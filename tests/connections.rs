@@ -67,7 +67,7 @@ const END: &str = "end";
 
 /// What a server has observed.
 #[derive(Default)]
-struct Seen {
+struct Observed {
     /// The open watches, by connection.
     watches: Mutex<BTreeMap<SocketAddr, usize>>,
     /// The maximum number of them at once.
@@ -75,7 +75,7 @@ struct Seen {
     /// All connections that carried a request.
     connections: Mutex<BTreeSet<SocketAddr>>,
     /// For each request its method or `WATCH`, and the common name of its client certificate.
-    asked: Mutex<Vec<(String, String)>>,
+    requests: Mutex<Vec<(String, String)>>,
     /// The number of list requests.
     lists: AtomicUsize,
     /// The number of requests that were rejected because their connection's certificate had expired.
@@ -86,7 +86,7 @@ struct Seen {
     forbidden: AtomicUsize,
 }
 
-impl Seen {
+impl Observed {
     fn open(&self) -> usize {
         self.watches.lock().unwrap().values().sum()
     }
@@ -94,19 +94,19 @@ impl Seen {
     /// Registers an open watch. It subscribes before it is counted, so that it receives lines that are sent
     /// after the count.
     fn watch(
-        self: &Arc<Seen>,
+        self: &Arc<Observed>,
         lines: &broadcast::Sender<String>,
         from: SocketAddr,
     ) -> (broadcast::Receiver<String>, Open) {
-        let heard = lines.subscribe();
+        let receiver = lines.subscribe();
         *self.watches.lock().unwrap().entry(from).or_default() += 1;
         self.peak.fetch_max(self.open(), Ordering::Relaxed);
-        (heard, Open(Arc::clone(self), from))
+        (receiver, Open(Arc::clone(self), from))
     }
 }
 
 /// An open watch.
-struct Open(Arc<Seen>, SocketAddr);
+struct Open(Arc<Observed>, SocketAddr);
 
 impl Drop for Open {
     fn drop(&mut self) {
@@ -120,7 +120,7 @@ impl Drop for Open {
 /// An apiserver that serves every ConfigMap of any name.
 struct Server {
     address: SocketAddr,
-    seen: Arc<Seen>,
+    seen: Arc<Observed>,
     lines: broadcast::Sender<String>,
     authority: Authority,
 }
@@ -147,8 +147,8 @@ impl Server {
         let tls = Tls::fixed(&certificate, &key, &authority.pem).unwrap();
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let (seen, lines) = (Arc::new(Seen::default()), broadcast::channel(64).0);
-        let (told, said) = (Arc::clone(&seen), lines.clone());
+        let (seen, lines) = (Arc::new(Observed::default()), broadcast::channel(64).0);
+        let (observed, sender) = (Arc::clone(&seen), lines.clone());
         let limits = Limits {
             connections: 1000,
             evict_unauthenticated: false,
@@ -159,7 +159,7 @@ impl Server {
             Some(Arc::new(tls)),
             limits,
             move |peer, request| {
-                let answer = Self::answer(&told, &said, &peer, &request);
+                let answer = Self::answer(&observed, &sender, &peer, &request);
                 async move { answer }
             },
         ));
@@ -172,7 +172,7 @@ impl Server {
     }
 
     fn answer(
-        seen: &Arc<Seen>,
+        seen: &Arc<Observed>,
         lines: &broadcast::Sender<String>,
         peer: &Peer,
         request: &Request<Incoming>,
@@ -180,7 +180,7 @@ impl Server {
         let query = request.uri().query().unwrap_or_default();
         let is_watch = query.contains("watch=true");
         let shown = peer.certificate.as_deref().unwrap();
-        let Some(der) = shown.holds() else {
+        let Some(der) = shown.trusted_der() else {
             seen.refused.fetch_add(1, Ordering::Relaxed);
             return https::text(StatusCode::UNAUTHORIZED, "Unauthorized");
         };
@@ -190,12 +190,12 @@ impl Server {
             false => request.method().to_string(),
         };
         // Tests wait for the name and continue immediately, so everything else is counted before it.
-        let noted = || {
+        let record = || {
             seen.connections.lock().unwrap().insert(peer.address);
-            seen.asked.lock().unwrap().push((what, who));
+            seen.requests.lock().unwrap().push((what, who));
         };
         if query.contains("metadata.name") && seen.forbids.load(Ordering::Relaxed) {
-            noted();
+            record();
             seen.forbidden.fetch_add(1, Ordering::Relaxed);
             let mut refusal = answer(
                 &json!({"apiVersion": "v1", "kind": "Status", "status": "Failure",
@@ -205,15 +205,15 @@ impl Server {
             return refusal;
         }
         if is_watch {
-            let (heard, open) = seen.watch(lines, peer.address);
-            noted();
-            let stream = futures::stream::unfold((heard, open), |mut state| async {
+            let (receiver, open) = seen.watch(lines, peer.address);
+            record();
+            let stream = futures::stream::unfold((receiver, open), |mut state| async {
                 let line = state.0.recv().await.ok().filter(|line| line != END)?;
                 Some((Ok::<_, BoxError>(Frame::data(Bytes::from(line))), state))
             });
             return Response::new(StreamBody::new(stream).boxed_unsync());
         }
-        noted();
+        record();
         if let Some(name) = query.split("metadata.name%3D").nth(1) {
             seen.lists.fetch_add(1, Ordering::Relaxed);
             let name = name.split('&').next().unwrap();
@@ -245,7 +245,7 @@ impl Server {
         .to_string()
     }
 
-    fn say(&self, kind: &str, name: &str, version: u32) {
+    fn send_event(&self, kind: &str, name: &str, version: u32) {
         let event = json!({"type": kind, "object": config_map(name, version)});
         let _ = self.lines.send(format!("{event}\n"));
     }
@@ -266,7 +266,7 @@ fn replace(path: &Path, text: &str) {
     std::fs::rename(fresh, path).unwrap();
 }
 
-fn nobody() -> OnChange {
+fn ignore_changes() -> OnChange {
     Arc::new(|| {})
 }
 
@@ -280,7 +280,7 @@ async fn watches_have_their_own_connections_and_open_more_as_needed() {
     let client = connect(&path).await.unwrap();
     let watched: Watched<ConfigMap> = Watched::new(client.clone());
     let names: Vec<String> = (0..OBJECTS).map(|n| format!("m{n}")).collect();
-    let following = watched.follow("n", names.iter(), &nobody());
+    let following = watched.follow("n", names.iter(), &ignore_changes());
     until("all watches to be open", || server.seen.open() == OBJECTS).await;
     let spread: Vec<usize> = {
         let all = server.seen.watches.lock().unwrap();
@@ -314,12 +314,12 @@ async fn watches_have_their_own_connections_and_open_more_as_needed() {
 
 /// Sends requests until one shows a certificate. The client may have checked the files just before they
 /// changed; the next check is a second later.
-async fn requested_as(server: &Server, pods: &Api<Pod>, name: &str) {
+async fn request_until_certificate(server: &Server, pods: &Api<Pod>, name: &str) {
     let begun = Instant::now();
     loop {
         pods.get("p").await.unwrap();
         let shown = {
-            let all = server.seen.asked.lock().unwrap();
+            let all = server.seen.requests.lock().unwrap();
             all.iter().any(|(what, who)| what == "GET" && who == name)
         };
         if shown {
@@ -336,11 +336,11 @@ async fn requested_as(server: &Server, pods: &Api<Pod>, name: &str) {
 async fn renewed(server: &Server, path: &Path, renew: impl Fn(&str)) {
     let client = connect(path).await.unwrap();
     let watched: Watched<ConfigMap> = Watched::new(client.clone());
-    let _following = watched.follow("n", ["m".to_owned()].iter(), &nobody());
+    let _following = watched.follow("n", ["m".to_owned()].iter(), &ignore_changes());
     let pods: Api<Pod> = Api::namespaced(client, "n");
     pods.get("p").await.unwrap();
     until("the watch to be open", || server.seen.open() == 1).await;
-    server.say("MODIFIED", "m", 2);
+    server.send_event("MODIFIED", "m", 2);
     let version = async || {
         let map = watched.get("n", "m").await.unwrap();
         map.data.as_ref().unwrap()["version"].clone()
@@ -351,9 +351,9 @@ async fn renewed(server: &Server, path: &Path, renew: impl Fn(&str)) {
     let lists = server.seen.lists.load(Ordering::Relaxed);
     for name in ["two", "three"] {
         renew(name);
-        requested_as(server, &pods, name).await;
+        request_until_certificate(server, &pods, name).await;
         let shows = |what: &str| {
-            let all = server.seen.asked.lock().unwrap();
+            let all = server.seen.requests.lock().unwrap();
             all.iter().any(|(w, who)| w == what && who == name)
         };
         until("the watch to use the new certificate", || shows("WATCH")).await;
@@ -364,7 +364,7 @@ async fn renewed(server: &Server, path: &Path, renew: impl Fn(&str)) {
         lists,
         "the watch resumed from its last version"
     );
-    server.say("MODIFIED", "m", 3);
+    server.send_event("MODIFIED", "m", 3);
     while version().await != "3" {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -420,7 +420,7 @@ async fn an_idle_client_uses_a_renewed_certificate_before_the_old_one_expires() 
     renew("one");
     let (idle, busy) = (connect(&path).await.unwrap(), connect(&path).await.unwrap());
     let watched: Watched<ConfigMap> = Watched::new(idle.clone());
-    let _following = watched.follow("n", ["m".to_owned()].iter(), &nobody());
+    let _following = watched.follow("n", ["m".to_owned()].iter(), &ignore_changes());
     until("the watch to be open", || server.seen.open() == 1).await;
     let lists = server.seen.lists.load(Ordering::Relaxed);
     let heartbeat = tokio::spawn(async move {
@@ -438,7 +438,7 @@ async fn an_idle_client_uses_a_renewed_certificate_before_the_old_one_expires() 
         renew(name);
         begun = Instant::now();
         until("the watch to use the new certificate", || {
-            let all = server.seen.asked.lock().unwrap();
+            let all = server.seen.requests.lock().unwrap();
             all.iter().any(|(what, who)| what == "WATCH" && who == name)
         })
         .await;
@@ -448,7 +448,7 @@ async fn an_idle_client_uses_a_renewed_certificate_before_the_old_one_expires() 
             begun.elapsed()
         );
     }
-    server.say("MODIFIED", "m", 7);
+    server.send_event("MODIFIED", "m", 7);
     while watched.get("n", "m").await.unwrap().data.as_ref().unwrap()["version"] != "7" {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -497,8 +497,8 @@ async fn forbidden_objects_are_retried_quietly_until_authorised() {
     let path = dir.path().join("kubeconfig");
     std::fs::write(&path, server.kubeconfig("one")).unwrap();
     let watched: Watched<ConfigMap> = Watched::new(connect(&path).await.unwrap());
-    let told = Arc::new(AtomicUsize::new(0));
-    let counted = Arc::clone(&told);
+    let notifications = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&notifications);
     let on_change: OnChange = Arc::new(move || _ = counted.fetch_add(1, Ordering::Relaxed));
     let forbids = |now: bool| server.seen.forbids.store(now, Ordering::Relaxed);
     let forbidden = || server.seen.forbidden.load(Ordering::Relaxed);
@@ -514,7 +514,10 @@ async fn forbidden_objects_are_retried_quietly_until_authorised() {
         "{refused:?}"
     );
     forbids(false);
-    until("a notification", || told.load(Ordering::Relaxed) == 1).await;
+    until("a notification", || {
+        notifications.load(Ordering::Relaxed) == 1
+    })
+    .await;
     assert!(watched.get("n", "m").await.is_ok());
 
     // The pod is deleted, and with it the authorisation. The object is retried rarely, and its last
@@ -544,21 +547,21 @@ async fn forbidden_objects_are_retried_quietly_until_authorised() {
     let last = forbidden();
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(forbidden(), last);
-    let said = String::from_utf8(logged.0.lock().unwrap().clone()).unwrap();
+    let log = String::from_utf8(logged.0.lock().unwrap().clone()).unwrap();
     assert!(
-        !said.contains("WARN") && !said.contains("ERROR") && !said.contains("orbidden"),
-        "{said}"
+        !log.contains("WARN") && !log.contains("ERROR") && !log.contains("orbidden"),
+        "{log}"
     );
 }
 
 /// A proxy that opens tunnels and records the requests for them.
-async fn proxy(asked: Arc<Mutex<Vec<String>>>) -> SocketAddr {
+async fn proxy(requests: Arc<Mutex<Vec<String>>>) -> SocketAddr {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::spawn(async move {
         loop {
             let (mut near, _) = listener.accept().await.unwrap();
-            let asked = Arc::clone(&asked);
+            let requests = Arc::clone(&requests);
             tokio::spawn(async move {
                 let mut head = vec![];
                 while !head.ends_with(b"\r\n\r\n") {
@@ -566,7 +569,7 @@ async fn proxy(asked: Arc<Mutex<Vec<String>>>) -> SocketAddr {
                 }
                 let head = String::from_utf8(head).unwrap();
                 let target = head.split(' ').nth(1).unwrap().to_owned();
-                asked.lock().unwrap().push(head);
+                requests.lock().unwrap().push(head);
                 let mut far = tokio::net::TcpStream::connect(target).await.unwrap();
                 near.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
                 let _ = tokio::io::copy_bidirectional(&mut near, &mut far).await;
@@ -579,29 +582,31 @@ async fn proxy(asked: Arc<Mutex<Vec<String>>>) -> SocketAddr {
 type Reported = Arc<Mutex<Vec<(String, Option<u16>)>>>;
 
 /// A callback for reports, and the reports that it has received.
-fn noting() -> (Report, Reported) {
+fn record_reports() -> (Report, Reported) {
     let reported = Reported::default();
-    let noted = Arc::clone(&reported);
+    let records = Arc::clone(&reported);
     let report: Report = Arc::new(
         move |method: &str, _: &str, code: Option<u16>, _: Duration| {
-            noted.lock().unwrap().push((method.to_owned(), code));
+            records.lock().unwrap().push((method.to_owned(), code));
         },
     );
     (report, reported)
 }
 
 /// Whether one tunnel was requested, with the user in the URL.
-fn is_tunnel(asked: &[String], server: SocketAddr) -> bool {
+fn is_tunnel(requests: &[String], server: SocketAddr) -> bool {
     let wanted = format!("CONNECT {server} HTTP/1.1\r\n");
     let user = "proxy-authorization: basic";
-    asked.len() == 1 && asked[0].starts_with(&wanted) && asked[0].to_lowercase().contains(user)
+    requests.len() == 1
+        && requests[0].starts_with(&wanted)
+        && requests[0].to_lowercase().contains(user)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_through_a_proxy_are_paced_reported_and_renewed() {
     let server = Server::start().await;
-    let asked: Arc<Mutex<Vec<String>>> = Arc::default();
-    let proxy = proxy(Arc::clone(&asked)).await;
+    let requests: Arc<Mutex<Vec<String>>> = Arc::default();
+    let proxy = proxy(Arc::clone(&requests)).await;
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("kubeconfig");
     let write = |name: &str| {
@@ -610,7 +615,7 @@ async fn requests_through_a_proxy_are_paced_reported_and_renewed() {
         replace(&path, &file.to_string());
     };
     write("one");
-    let (report, reported) = noting();
+    let (report, reported) = record_reports();
     let client = connect_as(&path, None, Some(report), Pace::new((10.0, 1.0)))
         .await
         .unwrap();
@@ -628,16 +633,16 @@ async fn requests_through_a_proxy_are_paced_reported_and_renewed() {
         *reported.lock().unwrap(),
         vec![("GET".to_owned(), Some(200)); 6]
     );
-    assert!(is_tunnel(&asked.lock().unwrap(), server.address));
+    assert!(is_tunnel(&requests.lock().unwrap(), server.address));
     // Watches and renewed connections use the proxy, too.
     let watched: Watched<ConfigMap> = Watched::new(client);
-    let _following = watched.follow("n", ["m".to_owned()].iter(), &nobody());
+    let _following = watched.follow("n", ["m".to_owned()].iter(), &ignore_changes());
     until("the watch to be open", || server.seen.open() == 1).await;
     write("two");
-    requested_as(&server, &pods, "two").await;
+    request_until_certificate(&server, &pods, "two").await;
     // A tunnel is requested before anything goes through it.
     until("all connections to be tunnels", || {
-        let tunnels = asked.lock().unwrap().len();
+        let tunnels = requests.lock().unwrap().len();
         tunnels >= 3 && server.seen.connections.lock().unwrap().len() == tunnels
     })
     .await;

@@ -81,7 +81,7 @@ struct Target {
     port: u16,
     /// The client's source address.
     from: [u8; 4],
-    stranger: TlsConnector,
+    unauthenticated: TlsConnector,
     admin: TlsConnector,
     /// Successful responses to unauthenticated requests.
     admitted: Arc<AtomicU64>,
@@ -154,13 +154,13 @@ impl Target {
         roots
             .add(CertificateDer::from_pem_slice(ca.as_bytes()).unwrap())
             .unwrap();
-        let stranger = ClientConfig::builder()
+        let unauthenticated = ClientConfig::builder()
             .with_root_certificates(roots)
             .with_no_client_auth();
         Target {
             port: 16_400 + cluster.number,
             from: [127, 0, 0, 1],
-            stranger: TlsConnector::from(Arc::new(stranger)),
+            unauthenticated: TlsConnector::from(Arc::new(unauthenticated)),
             admin: TlsConnector::from(Arc::new(admin.unwrap())),
             admitted: Arc::default(),
             wrong: Arc::default(),
@@ -188,7 +188,7 @@ impl Target {
         Ok(String::from_utf8_lossy(&head[9..]).parse().unwrap_or(0))
     }
 
-    fn note(&self, code: u16) {
+    fn count_admitted(&self, code: u16) {
         if (200..300).contains(&code) {
             self.admitted.fetch_add(1, Ordering::Relaxed);
         }
@@ -196,7 +196,7 @@ impl Target {
 
     /// Sends the head of a large body, and then a byte a second.
     async fn slow_sender(&self) -> std::io::Result<()> {
-        let mut stream = self.connect(&self.stranger).await?;
+        let mut stream = self.connect(&self.unauthenticated).await?;
         stream
             .write_all(post("application/json", 1_000_000).as_bytes())
             .await?;
@@ -207,7 +207,7 @@ impl Target {
             if let Ok(code) =
                 tokio::time::timeout(Duration::from_secs(1), self.code(&mut stream)).await
             {
-                self.note(code?);
+                self.count_admitted(code?);
                 return Ok(());
             }
         }
@@ -215,12 +215,12 @@ impl Target {
     }
 
     /// Holds an idle connection; with `bare` not even the TLS handshake begins.
-    async fn idler(&self, bare: bool) -> std::io::Result<()> {
+    async fn idle_connection(&self, bare: bool) -> std::io::Result<()> {
         if bare {
             let mut socket = TcpStream::connect(("127.0.0.1", self.port)).await?;
             return socket.read_u8().await.map(drop);
         }
-        self.connect(&self.stranger)
+        self.connect(&self.unauthenticated)
             .await?
             .read_u8()
             .await
@@ -229,7 +229,7 @@ impl Target {
 
     /// Sends 64 MiB where the limit is 3 MiB.
     async fn large_body(&self) -> std::io::Result<()> {
-        let mut stream = self.connect(&self.stranger).await?;
+        let mut stream = self.connect(&self.unauthenticated).await?;
         let size = 64 << 20;
         stream
             .write_all(post("application/json", size).as_bytes())
@@ -241,7 +241,7 @@ impl Target {
             }
         }
         let code = self.code(&mut stream).await?;
-        self.note(code);
+        self.count_admitted(code);
         Ok(())
     }
 
@@ -270,7 +270,7 @@ impl Target {
     }
 
     /// Opens a watch and never reads its events.
-    async fn deaf_watcher(&self) -> std::io::Result<()> {
+    async fn unread_watch(&self) -> std::io::Result<()> {
         let mut stream = self.connect(&self.admin).await?;
         let request =
             "GET /api/v1/configmaps?watch=1&timeoutSeconds=20 HTTP/1.1\r\nHost: x\r\n\r\n";
@@ -320,18 +320,18 @@ impl Target {
     }
 
     /// Requests objects that need authentication.
-    async fn stranger(&self) -> std::io::Result<()> {
+    async fn unauthenticated_request(&self) -> std::io::Result<()> {
         for path in [
             "/api/v1/secrets",
             "/api/v1/nodes",
             "/apis/rbac.authorization.k8s.io/v1/clusterroles",
         ] {
-            let mut stream = self.connect(&self.stranger).await?;
+            let mut stream = self.connect(&self.unauthenticated).await?;
             let request =
                 format!("GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a.b.c\r\n\r\n");
             stream.write_all(request.as_bytes()).await?;
             let code = self.code(&mut stream).await?;
-            self.note(code);
+            self.count_admitted(code);
         }
         Ok(())
     }
@@ -374,7 +374,7 @@ fn hostile(target: &Target, scale: &Scale) -> JoinSet<()> {
         repeat(&mut tasks, target, many(i, scale.slow), act);
     }
     for i in 0..scale.idle {
-        let act = move |t: Target| async move { t.idler(i % 2 == 0).await };
+        let act = move |t: Target| async move { t.idle_connection(i % 2 == 0).await };
         repeat(&mut tasks, target, many(i, scale.idle), act);
     }
     let few = [Duration::ZERO, second];
@@ -391,12 +391,9 @@ fn hostile(target: &Target, scale: &Scale) -> JoinSet<()> {
             few,
             |t| async move { t.nested_body().await },
         );
-        repeat(
-            &mut tasks,
-            target,
-            few,
-            |t| async move { t.stranger().await },
-        );
+        repeat(&mut tasks, target, few, |t| async move {
+            t.unauthenticated_request().await
+        });
     }
     for which in 0..target.expensive.len() {
         let at_times = [Duration::ZERO, scale.pause];
@@ -411,7 +408,7 @@ fn hostile(target: &Target, scale: &Scale) -> JoinSet<()> {
     }
     for _ in 0..10 {
         repeat(&mut tasks, target, few, |t| async move {
-            t.deaf_watcher().await
+            t.unread_watch().await
         });
     }
     tasks
@@ -419,7 +416,7 @@ fn hostile(target: &Target, scale: &Scale) -> JoinSet<()> {
 
 /// The results of new connections, one per second.
 #[derive(Debug, Default)]
-struct Newcomers {
+struct NewConnections {
     tries: u64,
     failed: u64,
     longest: Duration,
@@ -427,7 +424,7 @@ struct Newcomers {
 
 /// An administrator who opens a new connection from an address every second, in a separate thread:
 /// limits against hostile clients must not block it.
-fn newcomers(target: &Target, from: [u8; 4], until: Instant) -> JoinHandle<Newcomers> {
+fn new_connections(target: &Target, from: [u8; 4], until: Instant) -> JoinHandle<NewConnections> {
     let target = Target {
         from,
         ..target.clone()
@@ -437,7 +434,7 @@ fn newcomers(target: &Target, from: [u8; 4], until: Instant) -> JoinHandle<Newco
         .build()
         .unwrap();
     let come = async move {
-        let mut seen = Newcomers::default();
+        let mut seen = NewConnections::default();
         while Instant::now() < until {
             let begun = Instant::now();
             let listed =
@@ -485,7 +482,7 @@ struct Written {
 }
 
 /// The minimum number of writes for a meaningful result.
-const ENOUGH: u64 = 50;
+const MIN_WRITES: u64 = 50;
 
 /// Whether the server acknowledged a write; prints the error otherwise.
 fn is_acknowledged<T>(name: &str, answer: kube::Result<T>) -> bool {
@@ -500,8 +497,10 @@ async fn write(client: Client, until: Instant) -> Written {
     let api: Api<ConfigMap> = Api::namespaced(client, "default");
     let mut written = Written::default();
     for i in 0_i64.. {
-        let over = Instant::now().saturating_duration_since(until);
-        if !over.is_zero() && (written.acknowledged > ENOUGH || over > support::patience()) {
+        let overtime = Instant::now().saturating_duration_since(until);
+        if !overtime.is_zero()
+            && (written.acknowledged > MIN_WRITES || overtime > support::condition_timeout())
+        {
             break;
         }
         let name = format!("soak-{i}");
@@ -571,7 +570,7 @@ async fn pods(client: Client, image: String, until: Instant) -> (u64, Duration) 
         };
         while !ready(&api.get(&name).await.unwrap()) {
             assert!(
-                begun.elapsed() < support::patience(),
+                begun.elapsed() < support::condition_timeout(),
                 "pod {name} is not ready in time"
             );
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -581,7 +580,7 @@ async fn pods(client: Client, image: String, until: Instant) -> (u64, Duration) 
         let ended = Instant::now();
         while api.get_opt(&name).await.unwrap().is_some() {
             assert!(
-                ended.elapsed() < support::patience(),
+                ended.elapsed() < support::condition_timeout(),
                 "pod {name} is not deleted in time"
             );
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -669,8 +668,8 @@ fn hostile_clients_affect_no_other_client() {
         let probes = probes(&target, until);
         let tasks = hostile(&target, &scale);
         // From the address of the hostile clients, and from another one.
-        let newcomers =
-            [[127, 0, 0, 1], [127, 0, 0, 2]].map(|from| newcomers(&target, from, until));
+        let new_connections =
+            [[127, 0, 0, 1], [127, 0, 0, 2]].map(|from| new_connections(&target, from, until));
         let (writer, churn) = (connect().await, connect().await);
         let done = tokio::join!(
             write(writer, until),
@@ -678,8 +677,14 @@ fn hostile_clients_affect_no_other_client() {
             memory(control, scale.time)
         );
         drop(tasks);
-        let newcomers = newcomers.map(|n| n.join().unwrap());
-        (done.0, done.1, newcomers, done.2, probes.join().unwrap())
+        let new_connections = new_connections.map(|n| n.join().unwrap());
+        (
+            done.0,
+            done.1,
+            new_connections,
+            done.2,
+            probes.join().unwrap(),
+        )
     });
     println!(
         "{} acknowledged writes, {} failed, the longest round {:?}; {} pods, the longest start {:?}; newcomers from the same address {same:?}, from another {elsewhere:?}; {} hostile requests answered, {} of them expensive",
@@ -714,7 +719,7 @@ fn hostile_clients_affect_no_other_client() {
         elsewhere.failed * 50 <= elsewhere.tries,
         "clients from other addresses are admitted nearly always"
     );
-    assert!(written.acknowledged > ENOUGH && pods.0 > 0);
+    assert!(written.acknowledged > MIN_WRITES && pods.0 > 0);
     assert_eq!(written.failed, 0, "a write failed");
     let kept = runtime.block_on(async {
         let client = holdfast::kubeapi::client::connect(&kubeconfig)

@@ -114,9 +114,9 @@ impl Set {
             if !result.is_null() {
                 config["prevResult"] = result;
             }
-            let (took, said) = self.call("ADD", container, netns, &config);
+            let (took, answer) = self.call("ADD", container, netns, &config);
             all += took;
-            result = said;
+            result = answer;
         }
         (all, result)
     }

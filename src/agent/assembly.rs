@@ -202,7 +202,7 @@ fn host(
     host.users = users::pool(config.ids_per_pod, config.max_pods)?;
     host.reserves_memory = config.enforcement.memory.is_some_and(|m| m.reserves);
     let counted = Arc::clone(metrics);
-    host.given = Some(Arc::new(move |plugin, took, has_failed| {
+    host.on_ownership_change = Some(Arc::new(move |plugin, took, has_failed| {
         counted.volume(VolumeOperation {
             name: "volume_apply_access_control",
             plugin,

@@ -141,7 +141,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     tracing::info!(?listen, port, "the control plane is serving");
 
     // One task per part, so that long work of one does not delay others. A panic stops
-    // the process (`https::end_process_on_panic`).
+    // the process (`https::abort_on_panic`).
     let mut parts = Parts::new();
     let server = api::server::serve(api.clone(), listeners, tls);
     parts.spawn(run_named("the API server", server));

@@ -18,6 +18,7 @@ use super::Credentials;
 use super::Exec;
 use super::Image;
 use super::ImageFilesystem;
+use super::ImageInventory;
 use super::Layer;
 use super::ListedPod;
 use super::RunningContainer;
@@ -25,7 +26,6 @@ use super::Runtime;
 use super::RuntimeError;
 use super::RuntimeErrorKind;
 use super::RuntimeStatus;
-use super::Stock;
 use super::Tasks;
 use super::convert;
 use super::events;
@@ -76,7 +76,7 @@ impl From<Status> for RuntimeError {
 }
 
 /// Converts the result of stopping or removing an object; success if the object does not exist.
-pub(super) fn gone_is_fine<T>(result: Result<T, Status>) -> Result<(), RuntimeError> {
+pub(super) fn ignore_not_found<T>(result: Result<T, Status>) -> Result<(), RuntimeError> {
     match result {
         Err(status) if status.code() != Code::NotFound => Err(status.into()),
         _ => Ok(()),
@@ -141,8 +141,8 @@ impl CriClient {
         F: Future<Output = Result<(), Status>>,
     {
         let refused = match remove().await {
-            left if tasks::is_left(&left) => left,
-            other => return gone_is_fine(other),
+            left if tasks::has_leftover_task(&left) => left,
+            other => return ignore_not_found(other),
         };
         // A sandbox is removed together with its containers.
         let of_sandbox = pb::ContainerFilter {
@@ -154,12 +154,12 @@ impl CriClient {
             match tasks::end(&self.channel, id).await {
                 // A runtime without containerd's tasks has refused for another reason.
                 Err(e) if e.kind == RuntimeErrorKind::Unimplemented => {
-                    return gone_is_fine(refused);
+                    return ignore_not_found(refused);
                 }
                 ended => ended?,
             }
         }
-        gone_is_fine(remove().await)
+        ignore_not_found(remove().await)
     }
 
     pub(super) fn request<T>(&self, message: T) -> Request<T> {
@@ -318,7 +318,7 @@ impl Runtime for CriClient {
     }
 
     async fn stop_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
-        gone_is_fine(
+        ignore_not_found(
             self.runtime
                 .clone()
                 .stop_pod_sandbox(self.request(pb::StopPodSandboxRequest {
@@ -381,7 +381,7 @@ impl Runtime for CriClient {
                 timeout: grace,
             },
         );
-        gone_is_fine(self.runtime.clone().stop_container(request).await)
+        ignore_not_found(self.runtime.clone().stop_container(request).await)
     }
 
     async fn update_container(
@@ -595,12 +595,12 @@ impl Runtime for CriClient {
         self.list_images().await
     }
 
-    async fn stock(&self) -> Result<Stock, RuntimeError> {
-        self.list_stock().await
+    async fn image_inventory(&self) -> Result<ImageInventory, RuntimeError> {
+        self.list_image_inventory().await
     }
 
     async fn image_filesystem(&self) -> Result<ImageFilesystem, RuntimeError> {
-        self.images_lie_on().await
+        self.image_filesystem_info().await
     }
 
     async fn remove_image(&self, id: &str) -> Result<(), RuntimeError> {

@@ -29,10 +29,10 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_s
 /// After this time the pod is observed in any case.
 const AUDIT: Duration = Duration::from_secs(30);
 /// Timeout of one query.
-const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
+const QUERY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of exits that are queried concurrently. Further events stay in the stream: a runtime that hangs emits
 /// none.
-const MAX_LOOKS: usize = 256;
+const MAX_CONCURRENT_QUERIES: usize = 256;
 /// containerd's namespace for objects that were created over CRI.
 pub(super) const NAMESPACE: &str = "k8s.io";
 
@@ -128,7 +128,7 @@ async fn of_containerd(
                 return;
             }
         };
-        let looks = Arc::new(Semaphore::new(MAX_LOOKS));
+        let queries = Arc::new(Semaphore::new(MAX_CONCURRENT_QUERIES));
         while let Ok(Some(envelope)) = stream.message().await {
             let Some(exit) = envelope
                 .event
@@ -141,15 +141,15 @@ async fn of_containerd(
                 continue;
             }
             // The semaphore is never closed.
-            let Ok(permit) = Arc::clone(&looks).acquire_owned().await else {
+            let Ok(permit) = Arc::clone(&queries).acquire_owned().await else {
                 return;
             };
             // Queries run concurrently, so that a slow one does not delay the others.
             let (runtime, sender) = (runtime.clone(), sender.clone());
             tokio::spawn(async move {
                 let _permit = permit;
-                let look = || shown(runtime.clone(), exit.container_id.clone());
-                let pod = uid_of(look).await;
+                let query = || query_view(runtime.clone(), exit.container_id.clone());
+                let pod = pod_of_exited(query).await;
                 if let Some(pod) = pod {
                     let event = RuntimeEvent {
                         pod,
@@ -166,44 +166,44 @@ async fn of_containerd(
 }
 
 /// CRI's view of a container or a sandbox.
-struct Shown {
+struct ContainerView {
     /// The uid of its pod.
     uid: Option<String>,
-    has_ended: bool,
+    has_exited: bool,
 }
 
 /// Returns the uid of the pod whose container or sandbox has exited. CRI handles the same exit event, and answers a
 /// pending start of the container first. Until CRI shows the exit, an observation of the pod finds no change, and no
 /// later event would cause another one. So this function waits until CRI shows the exit, or until the next audit, which
 /// observes all pods. A query that fails proves nothing about the container, and is repeated.
-async fn uid_of<F>(look: impl Fn() -> F) -> Option<String>
+async fn pod_of_exited<F>(query: impl Fn() -> F) -> Option<String>
 where
-    F: Future<Output = Result<Option<Shown>, RuntimeError>>,
+    F: Future<Output = Result<Option<ContainerView>, RuntimeError>>,
 {
     let begun = Instant::now();
     let mut pauses = Doubling::new(PAUSES.0, PAUSES.1);
     let mut uid = None;
     loop {
-        let has_ended = match tokio::time::timeout(LOOK_TIMEOUT, look()).await {
+        let has_exited = match tokio::time::timeout(QUERY_TIMEOUT, query()).await {
             // The container or sandbox has been removed since.
             Ok(Ok(None)) => true,
-            Ok(Ok(Some(shown))) => {
-                uid = shown.uid;
-                shown.has_ended
+            Ok(Ok(Some(view))) => {
+                uid = view.uid;
+                view.has_exited
             }
             Ok(Err(_)) | Err(_) => false,
         };
-        if has_ended || begun.elapsed() >= AUDIT {
+        if has_exited || begun.elapsed() >= AUDIT {
             return uid;
         }
         tokio::time::sleep(pauses.pause()).await;
     }
 }
 
-async fn shown(
+async fn query_view(
     mut runtime: RuntimeServiceClient<Measured>,
     id: String,
-) -> Result<Option<Shown>, RuntimeError> {
+) -> Result<Option<ContainerView>, RuntimeError> {
     let uid = |labels: &HashMap<String, String>| labels.get(label::POD_UID).cloned();
     let filter = Some(pb::ContainerFilter {
         id: id.clone(),
@@ -212,9 +212,9 @@ async fn shown(
     let request = Request::new(pb::ListContainersRequest { filter });
     let listed = runtime.list_containers(request).await?;
     if let Some(container) = listed.into_inner().containers.first() {
-        return Ok(Some(Shown {
+        return Ok(Some(ContainerView {
             uid: uid(&container.labels),
-            has_ended: container.state() == pb::ContainerState::ContainerExited,
+            has_exited: container.state() == pb::ContainerState::ContainerExited,
         }));
     }
     let filter = Some(pb::PodSandboxFilter {
@@ -224,9 +224,9 @@ async fn shown(
     let request = Request::new(pb::ListPodSandboxRequest { filter });
     let listed = runtime.list_pod_sandbox(request).await?;
     let listed = listed.into_inner().items;
-    Ok(listed.first().map(|sandbox| Shown {
+    Ok(listed.first().map(|sandbox| ContainerView {
         uid: uid(&sandbox.labels),
-        has_ended: sandbox.state() == pb::PodSandboxState::SandboxNotready,
+        has_exited: sandbox.state() == pb::PodSandboxState::SandboxNotready,
     }))
 }
 
@@ -237,28 +237,28 @@ mod tests {
     use super::*;
 
     /// The pod, and the delay of its event, if CRI shows the exit after `late`.
-    async fn told(late: Duration) -> (Option<String>, Duration) {
+    async fn time_query(late: Duration) -> (Option<String>, Duration) {
         let begun = Instant::now();
-        let look = || async {
-            Ok(Some(Shown {
+        let query = || async {
+            Ok(Some(ContainerView {
                 uid: Some("p".to_owned()),
-                has_ended: begun.elapsed() >= late,
+                has_exited: begun.elapsed() >= late,
             }))
         };
-        (uid_of(look).await, begun.elapsed())
+        (pod_of_exited(query).await, begun.elapsed())
     }
 
     #[tokio::test(start_paused = true)]
     async fn an_exit_event_is_sent_when_cri_shows_the_exit() {
         for late in [0, 1, 20, 700, 5000] {
             let late = Duration::from_millis(late);
-            let (uid, after) = told(late).await;
+            let (uid, after) = time_query(late).await;
             assert_eq!(uid.as_deref(), Some("p"));
             assert!(after >= late && after <= late * 2 + PAUSES.0, "{after:?}");
             assert!(after <= late + PAUSES.1, "{after:?}");
         }
         // If CRI never shows the exit, the event comes with the audit.
-        let (uid, after) = told(Duration::MAX).await;
+        let (uid, after) = time_query(Duration::MAX).await;
         assert_eq!(uid.as_deref(), Some("p"));
         assert!(after < AUDIT + PAUSES.1, "{after:?}");
     }
@@ -295,47 +295,47 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_exit_of_a_removed_container_is_not_awaited() {
-        let looks = Cell::new(0);
-        let look = || async {
-            looks.set(looks.get() + 1);
-            Ok((looks.get() < 3).then(|| Shown {
+        let queries = Cell::new(0);
+        let query = || async {
+            queries.set(queries.get() + 1);
+            Ok((queries.get() < 3).then(|| ContainerView {
                 uid: Some("p".to_owned()),
-                has_ended: false,
+                has_exited: false,
             }))
         };
-        assert_eq!(uid_of(look).await.as_deref(), Some("p"));
-        assert_eq!(looks.get(), 3);
+        assert_eq!(pod_of_exited(query).await.as_deref(), Some("p"));
+        assert_eq!(queries.get(), 3);
     }
 
     /// A runtime that answers with errors, or not at all, has not removed the container.
     #[tokio::test(start_paused = true)]
     async fn failed_status_requests_are_repeated_until_the_audit() {
         for (failures, hangs) in [(1, false), (5, false), (1, true), (2, true)] {
-            let looks = Cell::new(0);
-            let look = || async {
-                looks.set(looks.get() + 1);
-                if looks.get() <= failures {
+            let queries = Cell::new(0);
+            let query = || async {
+                queries.set(queries.get() + 1);
+                if queries.get() <= failures {
                     if hangs {
                         std::future::pending::<()>().await;
                     }
                     return Err(Status::unavailable("no answer").into());
                 }
-                Ok(Some(Shown {
+                Ok(Some(ContainerView {
                     uid: Some("p".to_owned()),
-                    has_ended: true,
+                    has_exited: true,
                 }))
             };
             assert_eq!(
-                uid_of(look).await.as_deref(),
+                pod_of_exited(query).await.as_deref(),
                 Some("p"),
                 "{failures} {hangs}"
             );
         }
         let begun = Instant::now();
-        let hung = || std::future::pending::<Result<Option<Shown>, RuntimeError>>();
-        assert_eq!(uid_of(hung).await, None);
+        let hung = || std::future::pending::<Result<Option<ContainerView>, RuntimeError>>();
+        assert_eq!(pod_of_exited(hung).await, None);
         assert!(
-            begun.elapsed() < AUDIT + LOOK_TIMEOUT * 2,
+            begun.elapsed() < AUDIT + QUERY_TIMEOUT * 2,
             "{:?}",
             begun.elapsed()
         );

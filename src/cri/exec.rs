@@ -13,7 +13,7 @@ use serde_json::Value;
 use tonic::Request;
 use tonic::transport::Channel;
 
-use super::client::{CriClient, MESSAGE_LIMIT, gone_is_fine};
+use super::client::{CriClient, MESSAGE_LIMIT, ignore_not_found};
 use super::tasks::SIGKILL;
 use super::{RuntimeError, RuntimeErrorKind};
 
@@ -261,7 +261,7 @@ impl ExecProcess {
             stdin: true,
         };
         let request = CriClient::to_containerd(DEADLINE, request);
-        gone_is_fine(self.client().close_io(request).await)
+        ignore_not_found(self.client().close_io(request).await)
     }
 
     /// Deletes the command; kills it first if it still runs.
@@ -280,9 +280,9 @@ impl ExecProcess {
             all: false,
         };
         let request = CriClient::to_containerd(DEADLINE, request);
-        gone_is_fine(self.client().kill(request).await)?;
+        ignore_not_found(self.client().kill(request).await)?;
         let request = CriClient::to_containerd(DEADLINE, self.exit());
-        gone_is_fine(self.client().wait(request).await)?;
+        ignore_not_found(self.client().wait(request).await)?;
         self.delete_stopped().await
     }
 
@@ -293,7 +293,7 @@ impl ExecProcess {
         };
         // The shim waits 10 s for a grandchild that keeps the output open.
         let request = CriClient::to_containerd(DEADLINE * 2, request);
-        gone_is_fine(self.client().delete_process(request).await)
+        ignore_not_found(self.client().delete_process(request).await)
     }
 }
 

@@ -8,8 +8,8 @@ use holdfast_proto::content::content_client::ContentClient;
 use holdfast_proto::cri as pb;
 use tonic::Request;
 
-use super::client::{CriClient, gone_is_fine};
-use super::{Credentials, Image, ImageFilesystem, RuntimeError, Stock};
+use super::client::{CriClient, ignore_not_found};
+use super::{Credentials, Image, ImageFilesystem, ImageInventory, RuntimeError};
 use crate::core::pod::explain::Fetching;
 
 impl CriClient {
@@ -63,7 +63,7 @@ impl CriClient {
     }
 
     /// Returns the filesystem with the images: the first one if the runtime has several.
-    pub(super) async fn images_lie_on(&self) -> Result<ImageFilesystem, RuntimeError> {
+    pub(super) async fn image_filesystem_info(&self) -> Result<ImageFilesystem, RuntimeError> {
         let filesystems = self
             .images
             .clone()
@@ -81,8 +81,8 @@ impl CriClient {
     }
 
     /// Lists all images, and which of them are in use.
-    pub(super) async fn list_stock(&self) -> Result<Stock, RuntimeError> {
-        let mountpoint = self.images_lie_on().await?.mountpoint;
+    pub(super) async fn list_image_inventory(&self) -> Result<ImageInventory, RuntimeError> {
+        let mountpoint = self.image_filesystem_info().await?.mountpoint;
         let sandbox = self.sandbox_image().await?;
         let mut images = self.list_images().await?;
         // Listed after the images, as in `pkg/kubelet/images/image_gc_manager.go`: a listed image that a new container uses
@@ -105,7 +105,7 @@ impl CriClient {
                 .as_ref()
                 .is_some_and(|name| image.names.contains(name));
         }
-        Ok(Stock {
+        Ok(ImageInventory {
             images,
             in_use,
             mountpoint,
@@ -118,7 +118,7 @@ impl CriClient {
             image: id.into(),
             ..pb::ImageSpec::default()
         };
-        gone_is_fine(
+        ignore_not_found(
             self.images
                 .clone()
                 .remove_image(self.request(pb::RemoveImageRequest { image: Some(image) }))

@@ -120,7 +120,7 @@ pub struct Image {
 
 /// All images, and what prevents their removal.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Stock {
+pub struct ImageInventory {
     /// The images. The sandbox image is pinned, even if the runtime does not report it as pinned.
     pub images: Vec<Image>,
     /// Ids or names of images that containers use, including exited containers.
@@ -363,7 +363,7 @@ pub trait Runtime: Send + Sync + 'static {
     /// Lists all images.
     async fn images(&self) -> Result<Vec<Image>, RuntimeError>;
     /// Lists all images, and which of them are in use.
-    async fn stock(&self) -> Result<Stock, RuntimeError>;
+    async fn image_inventory(&self) -> Result<ImageInventory, RuntimeError>;
     /// Returns the filesystem with the images.
     async fn image_filesystem(&self) -> Result<ImageFilesystem, RuntimeError> {
         Ok(ImageFilesystem::default())

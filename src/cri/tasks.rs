@@ -11,7 +11,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use super::RuntimeError;
-use super::client::{CriClient, gone_is_fine};
+use super::client::{CriClient, ignore_not_found};
 
 /// The number of SIGKILL.
 pub(super) const SIGKILL: u32 = 9;
@@ -19,7 +19,7 @@ pub(super) const SIGKILL: u32 = 9;
 const DEADLINE: Duration = Duration::from_secs(10);
 
 /// Whether a container or a sandbox could not be removed because a task of it is left over.
-pub(super) fn is_left(result: &Result<(), Status>) -> bool {
+pub(super) fn has_leftover_task(result: &Result<(), Status>) -> bool {
     matches!(result, Err(status) if status.code() == Code::FailedPrecondition)
 }
 
@@ -32,16 +32,16 @@ pub(super) async fn end(channel: &Channel, id: &str) -> Result<(), RuntimeError>
         signal: SIGKILL,
         all: true,
     };
-    gone_is_fine(client.kill(CriClient::to_containerd(DEADLINE, kill)).await)?;
+    ignore_not_found(client.kill(CriClient::to_containerd(DEADLINE, kill)).await)?;
     let wait = pb::WaitRequest {
         container_id: id.into(),
         exec_id: String::new(),
     };
-    gone_is_fine(client.wait(CriClient::to_containerd(DEADLINE, wait)).await)?;
+    ignore_not_found(client.wait(CriClient::to_containerd(DEADLINE, wait)).await)?;
     let delete = pb::DeleteTaskRequest {
         container_id: id.into(),
     };
-    gone_is_fine(
+    ignore_not_found(
         client
             .delete(CriClient::to_containerd(DEADLINE, delete))
             .await,

@@ -77,7 +77,7 @@ pub struct NodeInfo {
     /// The driver's name for this node.
     pub node_id: String,
     /// Maximum number of volumes on this node; 0 for no limit.
-    pub most: i64,
+    pub max_volumes: i64,
     /// The topology of this node, in the driver's terms.
     pub topology: std::collections::BTreeMap<String, String>,
 }
@@ -111,7 +111,7 @@ fn within<T>(message: T, deadline: Duration) -> Request<T> {
 }
 
 /// Queries the plugin behind a socket in the registration directory.
-pub async fn ask(socket: &str) -> Result<Plugin, CsiError> {
+pub async fn get_plugin_info(socket: &str) -> Result<Plugin, CsiError> {
     let info = RegistrationClient::new(channel(socket)?)
         .get_info(within(reg::InfoRequest {}, REGISTRATION.0))
         .await?
@@ -125,7 +125,10 @@ pub async fn ask(socket: &str) -> Result<Plugin, CsiError> {
 }
 
 /// Notifies a plugin of the outcome of its registration.
-pub async fn tell(socket: &str, outcome: Result<(), String>) -> Result<(), CsiError> {
+pub async fn notify_registration_status(
+    socket: &str,
+    outcome: Result<(), String>,
+) -> Result<(), CsiError> {
     let status = reg::RegistrationStatus {
         plugin_registered: outcome.is_ok(),
         error: outcome.err().unwrap_or_default(),
@@ -186,7 +189,7 @@ impl Driver {
             .collect();
         Ok(NodeInfo {
             node_id: info.node_id,
-            most: info.max_volumes_per_node,
+            max_volumes: info.max_volumes_per_node,
             topology,
         })
     }

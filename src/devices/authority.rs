@@ -66,11 +66,11 @@ const LENGTH: usize = 6;
 pub(super) struct Lenient<S> {
     inner: S,
     /// Bytes of the client that were not passed on yet.
-    held: Vec<u8>,
+    pending: Vec<u8>,
     /// Number of these bytes that may be passed on.
     done: usize,
     /// Number of bytes that pass unexamined before the next frame begins.
-    unseen: usize,
+    unexamined: usize,
     has_ended: bool,
 }
 
@@ -78,33 +78,33 @@ impl<S> Lenient<S> {
     pub(super) fn new(inner: S) -> Lenient<S> {
         Lenient {
             inner,
-            held: Vec::new(),
+            pending: Vec::new(),
             done: 0,
-            unseen: PREFACE,
+            unexamined: PREFACE,
             has_ended: false,
         }
     }
 
     /// Examines the frames that have arrived completely.
-    fn look(&mut self) {
+    fn examine_frames(&mut self) {
         loop {
-            let passed = self.unseen.min(self.held.len() - self.done);
+            let passed = self.unexamined.min(self.pending.len() - self.done);
             self.done += passed;
-            self.unseen -= passed;
+            self.unexamined -= passed;
             let Some(&[a, b, c, kind, flags, ..]) = self
-                .held
+                .pending
                 .get(self.done..self.done + HEADER)
-                .filter(|_| self.unseen == 0)
+                .filter(|_| self.unexamined == 0)
             else {
                 break;
             };
             let length = usize::try_from(u32::from_be_bytes([0, a, b, c])).unwrap_or(usize::MAX);
             if kind != HEADERS || length > LARGEST {
-                self.unseen = HEADER + length;
+                self.unexamined = HEADER + length;
                 continue;
             }
             let begins = self.done + HEADER;
-            let Some(payload) = self.held.get_mut(begins..begins + length) else {
+            let Some(payload) = self.pending.get_mut(begins..begins + length) else {
                 break;
             };
             if let Some(block) = block(payload, flags) {
@@ -114,7 +114,7 @@ impl<S> Lenient<S> {
             self.done = begins + length;
         }
         if self.has_ended {
-            self.done = self.held.len();
+            self.done = self.pending.len();
         }
     }
 }
@@ -237,16 +237,16 @@ impl<S: AsyncRead + Unpin> AsyncRead for Lenient<S> {
             let mut piece = [0; PIECE];
             let mut piece = ReadBuf::new(&mut piece);
             ready!(Pin::new(&mut this.inner).poll_read(cx, &mut piece))?;
-            this.held.extend_from_slice(piece.filled());
+            this.pending.extend_from_slice(piece.filled());
             this.has_ended = piece.filled().is_empty();
-            this.look();
+            this.examine_frames();
             if this.has_ended {
                 break;
             }
         }
         let handed = this.done.min(buffer.remaining());
-        buffer.put_slice(&this.held[..handed]);
-        this.held.drain(..handed);
+        buffer.put_slice(&this.pending[..handed]);
+        this.pending.drain(..handed);
         this.done -= handed;
         Poll::Ready(Ok(()))
     }
@@ -310,10 +310,10 @@ mod tests {
     }
 
     #[derive(Default)]
-    struct Heard(Mutex<Vec<Registration>>);
+    struct RecordingRegister(Mutex<Vec<Registration>>);
 
     #[async_trait]
-    impl Register for Heard {
+    impl Register for RecordingRegister {
         async fn register(&self, registration: Registration) -> Result<(), String> {
             self.0.lock().expect("not poisoned").push(registration);
             Ok(())
@@ -325,10 +325,10 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let socket = dir.path().join("socket");
         let listener = UnixListener::bind(&socket).expect("a socket");
-        let heard = Arc::new(Heard::default());
+        let registrations = Arc::new(RecordingRegister::default());
         let serving = tokio::spawn(serve_registration(
             listener,
-            Arc::<Heard>::clone(&heard) as _,
+            Arc::<RecordingRegister>::clone(&registrations) as _,
         ));
         let of_go = bytes(BLOCK);
         let path = b"/var/lib/kubelet/device-plugins/kubelet.sock";
@@ -363,9 +363,9 @@ mod tests {
             };
             let answered = tokio::time::timeout(Duration::from_secs(10), answered);
             answered.await.expect("in time");
-            let heard = heard.0.lock().expect("not poisoned");
-            assert_eq!(heard.len(), count + 1);
-            assert_eq!(heard[count].resource, "example.com/resource");
+            let registrations = registrations.0.lock().expect("not poisoned");
+            assert_eq!(registrations.len(), count + 1);
+            assert_eq!(registrations[count].resource, "example.com/resource");
         }
         serving.abort();
     }

@@ -48,25 +48,25 @@ pub struct HealthStream(Streaming<dra_health::NodeWatchResourcesResponse>);
 
 /// Why the health of a driver's devices is not reported.
 #[derive(Debug, thiserror::Error)]
-pub enum Unheard {
+pub enum HealthError {
     /// The driver does not report health.
     #[error("the driver does not report its devices' health")]
     Unsupported,
     /// The call failed, or the stream broke off.
     #[error("{0}")]
-    Ended(Failure),
+    Failed(Failure),
 }
 
-impl From<Status> for Unheard {
-    fn from(status: Status) -> Unheard {
+impl From<Status> for HealthError {
+    fn from(status: Status) -> HealthError {
         match status.code() {
-            Code::Unimplemented => Unheard::Unsupported,
-            _ => Unheard::Ended(status.into()),
+            Code::Unimplemented => HealthError::Unsupported,
+            _ => HealthError::Failed(status.into()),
         }
     }
 }
 
-fn said(device: dra_health::DeviceHealth) -> DeviceReport {
+fn health_of(device: dra_health::DeviceHealth) -> DeviceReport {
     let health = match device.health() {
         dra_health::HealthStatus::Healthy => Health::Healthy,
         dra_health::HealthStatus::Unhealthy => Health::Unhealthy,
@@ -88,9 +88,9 @@ impl HealthStream {
     /// # Errors
     ///
     /// Fails if the driver does not report health, or if the stream has broken off.
-    pub async fn next(&mut self) -> Result<Option<Vec<DeviceReport>>, Unheard> {
+    pub async fn next(&mut self) -> Result<Option<Vec<DeviceReport>>, HealthError> {
         let message = self.0.message().await?;
-        Ok(message.map(|m| m.devices.into_iter().map(said).collect()))
+        Ok(message.map(|m| m.devices.into_iter().map(health_of).collect()))
     }
 }
 
@@ -167,7 +167,7 @@ impl Driver {
     /// # Errors
     ///
     /// Fails if the driver does not report health, or if the call fails.
-    pub async fn health(&self) -> Result<HealthStream, Unheard> {
+    pub async fn health(&self) -> Result<HealthStream, HealthError> {
         let channel = self.channel.clone();
         let mut client =
             dra_health::dra_resource_health_client::DraResourceHealthClient::new(channel);
@@ -176,7 +176,7 @@ impl Driver {
         Ok(HealthStream(stream.into_inner()))
     }
 
-    fn told<T>(
+    fn report_call<T>(
         &self,
         paths: [&'static str; 2],
         begun: Instant,
@@ -192,12 +192,15 @@ impl Driver {
     }
 
     /// Prepares claims. Idempotent.
-    pub async fn prepare(&self, asked: &[ClaimId]) -> Result<Answers<Vec<Device>>, PluginError> {
+    pub async fn prepare(
+        &self,
+        requested: &[ClaimId],
+    ) -> Result<Answers<Vec<Device>>, PluginError> {
         let begun = Instant::now();
         let answer = match self.client.clone() {
             Client::V1(mut client) => {
                 let message = pb::NodePrepareResourcesRequest {
-                    claims: claims(asked),
+                    claims: claims(requested),
                 };
                 within(CALL, message, async |m| {
                     client.node_prepare_resources(m).await
@@ -207,7 +210,7 @@ impl Driver {
             }
             Client::V1beta1(mut client) => {
                 let message = beta::NodePrepareResourcesRequest {
-                    claims: claims_beta(asked),
+                    claims: claims_beta(requested),
                 };
                 within(CALL, message, async |m| {
                     client.node_prepare_resources(m).await
@@ -220,16 +223,16 @@ impl Driver {
             "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources",
             "/k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin/NodePrepareResources",
         ];
-        self.told(paths, begun, answer)
+        self.report_call(paths, begun, answer)
     }
 
     /// Unprepares claims. Idempotent.
-    pub async fn give_back(&self, asked: &[ClaimId]) -> Result<Answers<()>, PluginError> {
+    pub async fn unprepare(&self, requested: &[ClaimId]) -> Result<Answers<()>, PluginError> {
         let begun = Instant::now();
         let answer: Result<Answers<()>, Failure> = match self.client.clone() {
             Client::V1(mut client) => {
                 let message = pb::NodeUnprepareResourcesRequest {
-                    claims: claims(asked),
+                    claims: claims(requested),
                 };
                 let answer = within(CALL, message, async |m| {
                     client.node_unprepare_resources(m).await
@@ -239,7 +242,7 @@ impl Driver {
             }
             Client::V1beta1(mut client) => {
                 let message = beta::NodeUnprepareResourcesRequest {
-                    claims: claims_beta(asked),
+                    claims: claims_beta(requested),
                 };
                 let answer = within(CALL, message, async |m| {
                     client.node_unprepare_resources(m).await
@@ -252,7 +255,7 @@ impl Driver {
             "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources",
             "/k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin/NodeUnprepareResources",
         ];
-        self.told(paths, begun, answer)
+        self.report_call(paths, begun, answer)
     }
 }
 

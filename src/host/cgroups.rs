@@ -18,9 +18,9 @@ use crate::sys;
 use crate::sys::systemd::Slices;
 
 /// Interval between checks whether another program has changed the node's cgroups.
-const LOOK: Duration = Duration::from_secs(5);
+const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// Every n-th check includes the cgroups of pods.
-const PODS_EVERY: u32 = 2;
+const CHECKS_PER_POD_CHECK: u32 = 2;
 /// Time for systemd to apply the properties of a unit.
 const SETTLE: Duration = Duration::from_millis(200);
 /// Interval between checks whether a new slice exists, and the maximum number of checks.
@@ -45,15 +45,15 @@ enum Owner {
     /// An ancestor of pods' cgroups; created if it is missing.
     Node,
     /// Created by other programs; only values are written.
-    Somebody,
+    Foreign,
 }
 
 /// The values last written to a cgroup; `None` if writing failed. Locked while the values are being written.
-type Given = Arc<tokio::sync::Mutex<Option<Values>>>;
+type Written = Arc<tokio::sync::Mutex<Option<Values>>>;
 
-struct Known {
+struct KnownGroup {
     owner: Owner,
-    given: Given,
+    written: Written,
 }
 
 /// The cgroups of containers by container id, and the time of the last search.
@@ -70,10 +70,10 @@ pub struct Cgroups {
     slices: Slices,
     /// The sizes of huge pages that the kernel supports, in bytes.
     page_sizes: Vec<u64>,
-    known: Mutex<BTreeMap<String, Known>>,
-    looks: AtomicU32,
+    known: Mutex<BTreeMap<String, KnownGroup>>,
+    checks: AtomicU32,
     /// Whether pods have no cgroups (`cgroupsPerQOS: false`).
-    flat: bool,
+    without_pod_cgroups: bool,
     found: Mutex<Found>,
 }
 
@@ -119,8 +119,8 @@ impl Cgroups {
             slices: Slices::default(),
             page_sizes: page_sizes.map(|(bytes, _)| bytes).collect(),
             known: Mutex::default(),
-            looks: AtomicU32::new(0),
-            flat: false,
+            checks: AtomicU32::new(0),
+            without_pod_cgroups: false,
             found: Mutex::default(),
         }
     }
@@ -129,7 +129,10 @@ impl Cgroups {
     /// created or removed for pods, and the runtime chooses the location of containers.
     #[must_use]
     pub fn without_pods(self) -> Cgroups {
-        Cgroups { flat: true, ..self }
+        Cgroups {
+            without_pod_cgroups: true,
+            ..self
+        }
     }
 
     /// The sizes of huge pages that the kernel supports, in bytes.
@@ -150,8 +153,8 @@ impl Cgroups {
         container: Option<&str>,
     ) -> Option<String> {
         match container {
-            Some(id) if self.flat => self.search(id),
-            None if self.flat => None,
+            Some(id) if self.without_pod_cgroups => self.search(id),
+            None if self.without_pod_cgroups => None,
             _ => Some(cgroup::hierarchy_path(&self.name(class, uid), container)),
         }
     }
@@ -171,24 +174,24 @@ impl Cgroups {
     }
 
     /// The path of the cgroup of all pods; without cgroups for pods, that of the configured root.
-    pub(in crate::host) fn place_of_all(&self) -> String {
-        match self.flat {
-            true => self.place_of(&Group::Root),
-            false => self.place_of(&Group::Pods),
+    pub(in crate::host) fn path_of_all_pods(&self) -> String {
+        match self.without_pod_cgroups {
+            true => self.group_path(&Group::Root),
+            false => self.group_path(&Group::Pods),
         }
     }
 
     /// The paths of the cgroups of QoS classes that have one.
-    pub(in crate::host) fn places_of_classes(&self) -> Vec<String> {
-        if self.flat {
+    pub(in crate::host) fn paths_of_classes(&self) -> Vec<String> {
+        if self.without_pod_cgroups {
             return vec![];
         }
         [Group::Burstable, Group::BestEffort]
-            .map(|group| self.place_of(&group))
+            .map(|group| self.group_path(&group))
             .into()
     }
 
-    fn place_of(&self, group: &Group) -> String {
+    fn group_path(&self, group: &Group) -> String {
         self.path(&group.name(&self.root, self.driver))
     }
 
@@ -203,32 +206,32 @@ impl Cgroups {
     /// Whether this cgroup of the node exists.
     #[must_use]
     pub fn has(&self, group: &Group) -> bool {
-        sys::cgroup::exists(&self.place_of(group))
+        sys::cgroup::exists(&self.group_path(group))
     }
 
-    fn known(&self) -> MutexGuard<'_, BTreeMap<String, Known>> {
+    fn known(&self) -> MutexGuard<'_, BTreeMap<String, KnownGroup>> {
         lock(&self.known)
     }
 
     /// Writes values to a cgroup and remembers them. Returns the differences from the previous values.
-    async fn give(
+    async fn write_and_remember(
         &self,
         name: &str,
         owner: Owner,
         values: &Values,
     ) -> Result<Vec<Difference>, HostError> {
-        let given = {
+        let written = {
             let mut known = self.known();
-            let known = known.entry(name.to_owned()).or_insert_with(|| Known {
+            let known = known.entry(name.to_owned()).or_insert_with(|| KnownGroup {
                 owner,
-                given: Arc::default(),
+                written: Arc::default(),
             });
-            Arc::clone(&known.given)
+            Arc::clone(&known.written)
         };
-        let mut given = given.lock().await;
-        *given = None;
+        let mut written = written.lock().await;
+        *written = None;
         let changes = self.write(name, owner, values).await?;
-        *given = Some(values.clone());
+        *written = Some(values.clone());
         Ok(changes)
     }
 
@@ -243,7 +246,7 @@ impl Cgroups {
         if self.driver == Driver::Cgroupfs {
             let settings = values.settings(unified);
             return blocking(move || {
-                if owner != Owner::Somebody {
+                if owner != Owner::Foreign {
                     sys::cgroup::make(&path)?;
                 }
                 Ok(sys::cgroup::set(&path, &settings)?)
@@ -252,7 +255,7 @@ impl Cgroups {
         }
         let settings = values.clone().rounded_by_systemd().settings(unified);
         let is_there = sys::cgroup::exists(&path);
-        if owner == Owner::Somebody && !is_there {
+        if owner == Owner::Foreign && !is_there {
             return Err(format!("slice {name} does not exist").into());
         }
         let changes = sys::cgroup::differences(&path, &settings);
@@ -277,17 +280,17 @@ impl Cgroups {
         uid: &str,
         values: &Values,
     ) -> Result<String, HostError> {
-        if self.flat {
+        if self.without_pod_cgroups {
             return Ok(String::new());
         }
         let name = self.name(class, uid);
-        self.give(&name, Owner::Pod, values).await?;
+        self.write_and_remember(&name, Owner::Pod, values).await?;
         Ok(name)
     }
 
     /// The name of a pod's cgroup in the driver's syntax; empty if pods have no cgroups. Changes nothing.
     pub(in crate::host) fn parent(&self, class: QosClass, uid: &str) -> String {
-        match self.flat {
+        match self.without_pod_cgroups {
             true => String::new(),
             false => self.name(class, uid),
         }
@@ -295,7 +298,7 @@ impl Cgroups {
 
     /// The memory usage of a pod in bytes, including caches; `None` if unknown.
     pub(in crate::host) fn memory_in_use(&self, class: QosClass, uid: &str) -> Option<u64> {
-        if self.flat {
+        if self.without_pod_cgroups {
             return None;
         }
         sys::cgroup::memory_in_use(&self.path(&self.name(class, uid)))
@@ -315,10 +318,10 @@ impl Cgroups {
                 continue;
             }
             let owner = match group {
-                Group::Reserved(_) | Group::Root => Owner::Somebody,
+                Group::Reserved(_) | Group::Root => Owner::Foreign,
                 Group::Pods | Group::Burstable | Group::BestEffort => Owner::Node,
             };
-            let mut given = self.give(&name, owner, values).await;
+            let mut written = self.write_and_remember(&name, owner, values).await;
             // A class may already use more memory than its new limit, so that
             // writing the limit fails. The present usage then becomes the limit.
             let used = sys::cgroup::memory_in_use(&self.path(&name));
@@ -327,7 +330,7 @@ impl Cgroups {
                 Group::Burstable | Group::BestEffort,
                 Some(Bound::At(limit)),
                 Some(used),
-            ) = (&given, group, values.memory, used)
+            ) = (&written, group, values.memory, used)
                 && used > limit
             {
                 let memory = Some(Bound::At(used));
@@ -335,27 +338,29 @@ impl Cgroups {
                     memory,
                     ..values.clone()
                 };
-                given = self.give(&name, owner, &values).await;
+                written = self.write_and_remember(&name, owner, &values).await;
             }
-            answers.push(given);
+            answers.push(written);
         }
         answers
     }
 
     /// Waits until another program has changed values of a cgroup, then restores them.
     /// The kernel does not notify anyone of such changes, so this polls the files.
-    pub(in crate::host) async fn mend(&self) -> Vec<RestoredCgroup> {
+    pub(in crate::host) async fn wait_and_restore(&self) -> Vec<RestoredCgroup> {
         loop {
-            tokio::time::sleep(LOOK).await;
-            let looks = self.looks.fetch_add(1, Ordering::Relaxed);
-            let suspects = self.changed(looks.is_multiple_of(PODS_EVERY)).await;
+            tokio::time::sleep(CHECK_INTERVAL).await;
+            let checks = self.checks.fetch_add(1, Ordering::Relaxed);
+            let suspects = self
+                .changed(checks.is_multiple_of(CHECKS_PER_POD_CHECK))
+                .await;
             if self.driver == Driver::Systemd && !suspects.is_empty() {
                 // systemd applies properties with a delay.
                 tokio::time::sleep(SETTLE).await;
             }
             let mut mended = vec![];
             for suspect in suspects {
-                mended.extend(self.set_back(suspect).await);
+                mended.extend(self.restore(suspect).await);
             }
             if !mended.is_empty() {
                 return mended;
@@ -364,23 +369,23 @@ impl Cgroups {
     }
 
     /// The cgroups whose values differ from those written. Skips a cgroup that is being written.
-    async fn changed(&self, with_pods: bool) -> Vec<(String, Owner, Given)> {
-        let all: Vec<(String, String, Owner, Given)> = self
+    async fn changed(&self, with_pods: bool) -> Vec<(String, Owner, Written)> {
+        let all: Vec<(String, String, Owner, Written)> = self
             .known()
             .iter()
             .filter(|(_, known)| with_pods || known.owner != Owner::Pod)
             .map(|(name, known)| {
-                let given = Arc::clone(&known.given);
-                (name.clone(), self.path(name), known.owner, given)
+                let written = Arc::clone(&known.written);
+                (name.clone(), self.path(name), known.owner, written)
             })
             .collect();
         let systemd = self.driver == Driver::Systemd;
         let compare = move || {
-            let is_changed = |(_, path, owner, given): &(String, String, Owner, Given)| {
-                let Ok(given) = given.try_lock() else {
+            let is_changed = |(_, path, owner, written): &(String, String, Owner, Written)| {
+                let Ok(written) = written.try_lock() else {
                     return false;
                 };
-                let Some(values) = &*given else {
+                let Some(values) = &*written else {
                     return false;
                 };
                 if !sys::cgroup::exists(path) {
@@ -391,18 +396,18 @@ impl Cgroups {
             };
             let changed = all.into_iter().filter(is_changed);
             Ok(changed
-                .map(|(name, _, owner, given)| (name, owner, given))
+                .map(|(name, _, owner, written)| (name, owner, written))
                 .collect())
         };
         blocking(compare).await.unwrap_or_default()
     }
 
-    async fn set_back(
+    async fn restore(
         &self,
-        (name, owner, given): (String, Owner, Given),
+        (name, owner, written): (String, Owner, Written),
     ) -> Option<RestoredCgroup> {
-        let given = given.lock().await;
-        let values = given.as_ref()?;
+        let written = written.lock().await;
+        let values = written.as_ref()?;
         let path = self.path(&name);
         let found =
             sys::cgroup::differences(&path, &wanted(values, self.driver == Driver::Systemd));
@@ -423,13 +428,13 @@ impl Cgroups {
         class: QosClass,
         uid: &str,
     ) -> Result<(), HostError> {
-        if self.flat {
+        if self.without_pod_cgroups {
             return Ok(());
         }
         let name = self.name(class, uid);
         let known = self.known().remove(&name);
         if let Some(known) = known {
-            *known.given.lock().await = None;
+            *known.written.lock().await = None;
         }
         match self.driver {
             Driver::Systemd => self.slices.remove(&name).await,
@@ -439,11 +444,11 @@ impl Cgroups {
 
     /// The pods that have a cgroup, by QoS class and uid.
     pub(in crate::host) async fn pods(&self) -> Result<Vec<(QosClass, String)>, HostError> {
-        if self.flat {
+        if self.without_pod_cgroups {
             return Ok(vec![]);
         }
         let driver = self.driver;
-        let tiers = CLASSES.map(|(class, group)| (class, self.place_of(&group)));
+        let tiers = CLASSES.map(|(class, group)| (class, self.group_path(&group)));
         blocking(move || {
             let below = |(class, tier): (QosClass, String)| {
                 let names = sys::cgroup::children(&tier).into_iter();
@@ -471,8 +476,8 @@ mod tests {
         assert_eq!(cgroups.memory_in_use(class, uid), None);
         assert_eq!(cgroups.pods().await, Ok(vec![]));
         assert_eq!(cgroups.remove(class, uid).await, Ok(()));
-        assert_eq!(cgroups.place_of_all(), "/");
-        assert_eq!(cgroups.places_of_classes(), Vec::<String>::new());
+        assert_eq!(cgroups.path_of_all_pods(), "/");
+        assert_eq!(cgroups.paths_of_classes(), Vec::<String>::new());
         // The root of the hierarchies cannot be changed.
         let tree = [(Group::Root, Values::default())];
         assert_eq!(cgroups.apply(&tree).await, [Ok(vec![])]);

@@ -30,15 +30,15 @@ impl Family {
         match self.run(table, arguments)? {
             (0, _) => Ok(true),
             (1, _) => Ok(false),
-            (code, said) => Err(format!("{} exited with {code}: {said}", self.0).into()),
+            (code, output) => Err(format!("{} exited with {code}: {output}", self.0).into()),
         }
     }
 
     fn change(&self, table: &str, arguments: &[&str]) -> Result<(), HostError> {
         match self.run(table, arguments)? {
             (0, _) => Ok(()),
-            (code, said) => Err(format!(
-                "{} -t {table} {} exited with {code}: {said}",
+            (code, output) => Err(format!(
+                "{} -t {table} {} exited with {code}: {output}",
                 self.0,
                 arguments.join(" ")
             )

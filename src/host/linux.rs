@@ -15,8 +15,8 @@ use kube::ResourceExt as _;
 use super::cgroups::Cgroups;
 use super::serving::rotate::LogPlace;
 use super::volume::csi::{CsiDirs, Published};
-use super::volume::{Content, FORCE_AFTER, Given};
-use super::{HostError, Log, OnTakenAway, PodHost, Staying, SubPath, blocking};
+use super::volume::{Content, FORCE_AFTER, OnOwnershipChange};
+use super::{HostError, Log, OnRemoval, OrphanedVolumes, PodHost, SubPath, blocking};
 use crate::core::image::gc::Filesystem;
 use crate::core::lock::lock;
 use crate::core::node::cgroup_tree::Group;
@@ -34,8 +34,8 @@ use crate::core::{
     serving::logs,
 };
 use crate::sys::beneath::Dir;
+use crate::sys::blocking_calls::BlockingCalls;
 use crate::sys::failure::doing;
-use crate::sys::patient::Patient;
 use crate::sys::usage::{self, Usage};
 use crate::sys::{cgroup, file, machine, mount, quota, removal};
 
@@ -70,13 +70,13 @@ pub struct LinuxHost {
     /// The pool of user ids for pods with user namespaces.
     pub users: Pool,
     /// Callback for changes of volumes' group ownership.
-    pub given: Option<Given>,
+    pub on_ownership_change: Option<OnOwnershipChange>,
     /// Runs system calls that can block indefinitely.
-    pub(in crate::host) patient: Patient,
+    pub(in crate::host) calls: BlockingCalls,
     /// Volumes that no pod uses but that cannot be removed yet.
-    pub(in crate::host) staying: Staying,
+    pub(in crate::host) orphans: OrphanedVolumes,
     /// Mounts of unresponsive servers: unmounting them does not return. With the time of the first attempt.
-    pub(in crate::host) silent: Mutex<HashMap<PathBuf, Instant>>,
+    pub(in crate::host) unresponsive: Mutex<HashMap<PathBuf, Instant>>,
     /// Time that unmounting a remote filesystem may block before it is forced.
     pub(in crate::host) force_after: Duration,
 }
@@ -143,10 +143,10 @@ impl LinuxHost {
             cpu_period,
             reserves_memory: false,
             users: Pool::all(LENGTH),
-            given: None,
-            patient: Patient::default(),
-            staying: Staying::default(),
-            silent: Mutex::default(),
+            on_ownership_change: None,
+            calls: BlockingCalls::default(),
+            orphans: OrphanedVolumes::default(),
+            unresponsive: Mutex::default(),
             force_after: FORCE_AFTER,
         }
     }
@@ -218,16 +218,16 @@ impl PodHost for LinuxHost {
         self.cgroups.apply(tree).await
     }
 
-    async fn mend_cgroups(&self) -> Vec<RestoredCgroup> {
-        self.cgroups.mend().await
+    async fn restore_cgroups(&self) -> Vec<RestoredCgroup> {
+        self.cgroups.wait_and_restore().await
     }
 
     fn cgroup_of_all(&self) -> String {
-        self.cgroups.place_of_all()
+        self.cgroups.path_of_all_pods()
     }
 
     fn cgroups_of_classes(&self) -> Vec<String> {
-        self.cgroups.places_of_classes()
+        self.cgroups.paths_of_classes()
     }
 
     fn cgroup_path(&self, pod: &Pod, container: Option<&str>) -> Option<String> {
@@ -285,8 +285,8 @@ impl PodHost for LinuxHost {
         Some(found).filter(|found| *found != wanted)
     }
 
-    async fn call_ends(&self, uid: &str) {
-        self.patient.one_ends(&format!("{uid}/")).await;
+    async fn wait_for_call(&self, uid: &str) {
+        self.calls.wait_for_any(&format!("{uid}/")).await;
     }
 
     async fn grow_volume(&self, pod: &Pod, resolved: &ResolvedVolume) -> Result<(), HostError> {
@@ -484,12 +484,7 @@ impl PodHost for LinuxHost {
             .unwrap_or_else(|_| vec![None; count])
     }
 
-    async fn move_log_aside(
-        &self,
-        log: &Log,
-        files: usize,
-        stamp: &str,
-    ) -> Result<String, HostError> {
+    async fn rotate_log(&self, log: &Log, files: usize, stamp: &str) -> Result<String, HostError> {
         let ((place, name), stamp) = (self.log_file(log)?, stamp.to_owned());
         blocking(move || {
             let moved = place
@@ -515,7 +510,7 @@ impl PodHost for LinuxHost {
         .await
     }
 
-    async fn put_log_back(&self, log: &Log, aside: String) -> Result<(), HostError> {
+    async fn revert_log_rotation(&self, log: &Log, aside: String) -> Result<(), HostError> {
         let (place, name) = self.log_file(log)?;
         blocking(move || {
             let renamed = place.open().and_then(|dir| dir.put_back(&aside, &name));
@@ -527,7 +522,12 @@ impl PodHost for LinuxHost {
         .await
     }
 
-    async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<Usage, HostError> {
+    async fn volume_usage(
+        &self,
+        pod: &Pod,
+        volume: &str,
+        stop_above: u64,
+    ) -> Result<Usage, HostError> {
         let volumes = self.pod_dir(pod::uid(pod))?.join("volumes");
         let name = segment(volume)?.to_owned();
         let places = ["kubernetes.io~empty-dir", "kubernetes.io~configmap"]
@@ -535,7 +535,7 @@ impl PodHost for LinuxHost {
         let count = move || {
             places.iter().try_fold(Usage::default(), |all, place| {
                 let counted = quota::used(place)
-                    .and_then(|known| known.map_or_else(|| usage::of(place, enough), Ok));
+                    .and_then(|known| known.map_or_else(|| usage::of(place, stop_above), Ok));
                 let own = counted.map_err(doing(place.display()))?;
                 Ok(Usage {
                     bytes: all.bytes + own.bytes,
@@ -543,7 +543,7 @@ impl PodHost for LinuxHost {
                 })
             })
         };
-        self.patient
+        self.calls
             .call(
                 &format!("usage {}/{volume}", pod::uid(pod)),
                 COUNTING,
@@ -573,8 +573,8 @@ impl PodHost for LinuxHost {
         .await
     }
 
-    async fn give_published(&self, volume: &Published, owner: Ownership) -> Result<(), Problem> {
-        self.give(volume, owner).await
+    async fn chown_published(&self, volume: &Published, owner: Ownership) -> Result<(), Problem> {
+        self.change_ownership(volume, owner).await
     }
 
     async fn unmount_within(&self, volume: &Published) -> Result<(), HostError> {
@@ -585,7 +585,7 @@ impl PodHost for LinuxHost {
         LinuxHost::unbind_sub_paths(self, uid).await
     }
 
-    async fn tear_down_volumes(&self, uid: &str, each: OnTakenAway<'_>) -> Result<(), HostError> {
+    async fn tear_down_volumes(&self, uid: &str, each: OnRemoval<'_>) -> Result<(), HostError> {
         self.tear_down(uid, each).await
     }
 

@@ -49,9 +49,9 @@ pub async fn blocking<T: Send + 'static>(
 /// Rate-limits log messages about volumes and disks that no pod uses but that
 /// cannot be removed yet. Repetitions are logged at increasing intervals.
 #[derive(Debug, Default)]
-pub(crate) struct Staying(Mutex<RepeatedFailures<String>>);
+pub(crate) struct OrphanedVolumes(Mutex<RepeatedFailures<String>>);
 
-impl Staying {
+impl OrphanedVolumes {
     fn log(&self, volume: &str, error: &HostError) {
         let (text, now) = (error.to_string(), jiff::Timestamp::now());
         let due = lock(&self.0).record(volume.to_owned(), &text, now);
@@ -68,7 +68,7 @@ impl Staying {
 
 /// The outcome of removing a volume of a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TakenAway {
+pub struct VolumeRemoval {
     /// The plugin, for instance `kubernetes.io/secret`.
     pub plugin: String,
     /// Whether the volume is a block device.
@@ -82,7 +82,7 @@ pub struct TakenAway {
 }
 
 /// Callback for each volume whose removal has succeeded or failed.
-pub type OnTakenAway<'a> = &'a (dyn Fn(TakenAway) + Send + Sync);
+pub type OnRemoval<'a> = &'a (dyn Fn(VolumeRemoval) + Send + Sync);
 
 /// A container's mount of a volume, or of a part of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -131,7 +131,7 @@ pub trait PodHost: Send + Sync + 'static {
         tree.iter().map(|_| Ok(vec![])).collect()
     }
     /// Waits until another program has changed a cgroup of the node or of a pod, then restores it.
-    async fn mend_cgroups(&self) -> Vec<RestoredCgroup> {
+    async fn restore_cgroups(&self) -> Vec<RestoredCgroup> {
         std::future::pending().await
     }
     /// The path of the cgroup of all pods relative to the hierarchies.
@@ -161,7 +161,7 @@ pub trait PodHost: Send + Sync + 'static {
     ) -> Result<(), Problem>;
     /// Waits until a pending call for one of the pod's volumes completes,
     /// so that the caller can retry. Does not return if no call is pending.
-    async fn call_ends(&self, _uid: &str) {
+    async fn wait_for_call(&self, _uid: &str) {
         std::future::pending().await
     }
     /// Expands the filesystem of a mounted volume to the volume's size.
@@ -216,25 +216,25 @@ pub trait PodHost: Send + Sync + 'static {
     /// The sizes of logs in bytes, in the same order, read in one blocking call; `None` for a missing log.
     async fn log_sizes(&self, logs: &[Log]) -> Vec<Option<u64>>;
     /// Renames a log for rotation, and removes old files so that at most
-    /// `files` exist. Returns the new name, for [`PodHost::put_log_back`].
-    async fn move_log_aside(
-        &self,
-        log: &Log,
-        files: usize,
-        stamp: &str,
-    ) -> Result<String, HostError>;
+    /// `files` exist. Returns the new name, for [`PodHost::revert_log_rotation`].
+    async fn rotate_log(&self, log: &Log, files: usize, stamp: &str) -> Result<String, HostError>;
     /// Compresses the rotated files except the newest. May take long; the log may be rotated again meanwhile.
     async fn compress_log(&self, log: &Log) -> Result<(), HostError>;
-    /// Reverts [`PodHost::move_log_aside`].
-    async fn put_log_back(&self, log: &Log, aside: String) -> Result<(), HostError>;
-    /// The disk usage of a volume. Counting may stop above `enough` bytes.
-    async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<Usage, HostError>;
+    /// Reverts [`PodHost::rotate_log`].
+    async fn revert_log_rotation(&self, log: &Log, aside: String) -> Result<(), HostError>;
+    /// The disk usage of a volume. Counting may stop above `stop_above` bytes.
+    async fn volume_usage(
+        &self,
+        pod: &Pod,
+        volume: &str,
+        stop_above: u64,
+    ) -> Result<Usage, HostError>;
     /// The size of a container's logs in bytes.
     async fn log_usage(&self, pod: &Pod, container: &str) -> Result<u64, HostError>;
     /// The size and usage of the filesystem that contains a directory.
     async fn filesystem(&self, dir: &Path) -> Result<Filesystem, HostError>;
     /// Changes the group ownership of a volume that a CSI driver has published.
-    async fn give_published(&self, _volume: &Published, _owner: Ownership) -> Result<(), Problem> {
+    async fn chown_published(&self, _volume: &Published, _owner: Ownership) -> Result<(), Problem> {
         Ok(())
     }
     /// Unmounts what pods have mounted inside a published volume, because the driver cannot unmount the volume before.
@@ -245,7 +245,7 @@ pub trait PodHost: Send + Sync + 'static {
     async fn unbind_sub_paths(&self, uid: &str) -> Result<(), HostError>;
     /// Unmounts the pod's volumes and removes the files that the agent has created: emptyDirs
     /// and projected files. Calls `each` for all volumes except those of CSI drivers.
-    async fn tear_down_volumes(&self, uid: &str, each: OnTakenAway<'_>) -> Result<(), HostError>;
+    async fn tear_down_volumes(&self, uid: &str, each: OnRemoval<'_>) -> Result<(), HostError>;
     /// Removes the pod's cgroup.
     async fn remove_cgroup(&self, pod: &Pod) -> Result<(), HostError>;
     /// Removes the cgroup of a terminated container, and kills processes in it.

@@ -11,20 +11,20 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::HostError;
 use crate::core::backoff::Doubling;
-use crate::sys::patient::Call;
+use crate::sys::blocking_calls::Call;
 
 /// Timeout for tools that may be killed.
-const HELPER: Duration = Duration::from_secs(110);
+const TOOL_TIMEOUT: Duration = Duration::from_secs(110);
 /// Interval between checks whether a tool has exited. Short at first, since most tools exit quickly.
-const LOOK: Doubling = Doubling::new(Duration::from_millis(2), Duration::from_millis(50));
+const CHECK_INTERVAL: Doubling = Doubling::new(Duration::from_millis(2), Duration::from_millis(50));
 
 /// When to kill a tool.
 #[derive(Clone, Copy)]
 enum Limit<'a> {
-    /// After [`HELPER`].
+    /// After [`TOOL_TIMEOUT`].
     Time,
-    /// After [`HELPER`], or when the call is cancelled.
-    Wanted(&'a Call),
+    /// After [`TOOL_TIMEOUT`], or when the call is cancelled.
+    Cancellable(&'a Call),
     /// Never.
     None,
 }
@@ -35,22 +35,22 @@ pub(in crate::host) fn tool(program: &str, arguments: &[&str]) -> Result<(i32, S
 }
 
 /// Like [`tool`], but also kills the tool when `call` is cancelled. The caller must undo what the tool has done.
-pub(in crate::host) fn tool_while_wanted(
+pub(in crate::host) fn run_tool_cancellable(
     program: &str,
     arguments: &[&str],
     call: &Call,
 ) -> Result<(i32, String), HostError> {
-    run(program, arguments, Stdio::null(), Limit::Wanted(call))
+    run(program, arguments, Stdio::null(), Limit::Cancellable(call))
 }
 
-/// Like [`tool`], but without a timeout, for tools that write to a device. The tool inherits `held` as its
+/// Like [`tool`], but without a timeout, for tools that write to a device. The tool inherits `input_file` as its
 /// input, and with it a lock on that file. The lock lasts as long as the tool runs, even if the agent exits.
-pub(in crate::host) fn tool_to_its_end(
+pub(in crate::host) fn run_tool_to_completion(
     program: &str,
     arguments: &[&str],
-    held: File,
+    input_file: File,
 ) -> Result<(i32, String), HostError> {
-    run(program, arguments, held.into(), Limit::None)
+    run(program, arguments, input_file.into(), Limit::None)
 }
 
 fn run(
@@ -66,12 +66,12 @@ fn run(
     };
     // In memory, so that a full disk does not hide the error.
     let output = memfd_create(c"output", MFdFlags::MFD_CLOEXEC).map(File::from)?;
-    let said = || output.try_clone().map(Stdio::from);
+    let stdio = || output.try_clone().map(Stdio::from);
     let mut child = Command::new(program)
         .args(arguments)
         .stdin(input)
-        .stdout(said()?)
-        .stderr(said()?)
+        .stdout(stdio()?)
+        .stderr(stdio()?)
         .spawn()
         .map_err(missing)?;
     let status = wait(program, &mut child, limit)?;
@@ -88,15 +88,15 @@ fn run(
 
 fn wait(program: &str, child: &mut Child, limit: Limit<'_>) -> Result<ExitStatus, HostError> {
     let start = Instant::now();
-    let mut pauses = LOOK;
+    let mut pauses = CHECK_INTERVAL;
     loop {
         if let Some(status) = child.try_wait()? {
             return Ok(status);
         }
-        let late = || start.elapsed() > HELPER;
+        let late = || start.elapsed() > TOOL_TIMEOUT;
         let over = match limit {
             Limit::Time => late(),
-            Limit::Wanted(call) => late() || call.is_cancelled(),
+            Limit::Cancellable(call) => late() || call.is_cancelled(),
             Limit::None => false,
         };
         if over {
@@ -117,7 +117,7 @@ fn wait(program: &str, child: &mut Child, limit: Limit<'_>) -> Result<ExitStatus
 mod tests {
     use super::*;
     use crate::host::HostErrorKind;
-    use crate::sys::patient::Patient;
+    use crate::sys::blocking_calls::BlockingCalls;
 
     #[test]
     fn a_tools_output_and_exit_code_are_returned() {
@@ -131,14 +131,14 @@ mod tests {
 
     #[tokio::test]
     async fn a_cancelled_tool_is_killed_unless_it_writes_to_a_device() {
-        let patient = Patient::default();
+        let calls = BlockingCalls::default();
         let (short, long) = (Duration::from_millis(500), Duration::from_secs(60));
         let begun = Instant::now();
-        let mounting = patient.call_with("u/v", short, |call| {
-            tool_while_wanted("sleep", &["600"], call).map(|_| ())
+        let mounting = calls.call_with("u/v", short, |call| {
+            run_tool_cancellable("sleep", &["600"], call).map(|_| ())
         });
         assert!(mounting.await.is_err());
-        assert_eq!(patient.cancel("u/", long).await, Ok(()));
+        assert_eq!(calls.cancel("u/", long).await, Ok(()));
         assert!(
             begun.elapsed() < Duration::from_secs(90),
             "the tool was killed"
@@ -151,11 +151,11 @@ mod tests {
             done.display()
         );
         let (began, begun) = std::sync::mpsc::channel::<()>();
-        let formatting = patient.call_with("u/v", short, move |call| {
+        let formatting = calls.call_with("u/v", short, move |call| {
             call.doing("formatting");
             began.send(()).expect("the receiver is alive");
-            let held = File::open("/dev/null")?;
-            tool_to_its_end("sh", &["-c", &script], held).map(|_| ())
+            let input_file = File::open("/dev/null")?;
+            run_tool_to_completion("sh", &["-c", &script], input_file).map(|_| ())
         });
         // While a blocking thread of tokio runs, the paused clock does not
         // advance, so the call cannot time out before its thread has started.
@@ -165,10 +165,10 @@ mod tests {
         tokio::time::resume();
         begun.expect("waited for").expect("it has begun");
         assert!(formatting.is_err_and(|e| e.message.contains("formatting")));
-        let cancelled = patient.cancel("u/", short).await;
+        let cancelled = calls.cancel("u/", short).await;
         assert!(cancelled.is_err_and(|e| e.message.contains("formatting")));
         std::fs::write(&go, "").expect("written");
-        assert_eq!(patient.cancel("u/", long).await, Ok(()));
+        assert_eq!(calls.cancel("u/", long).await, Ok(()));
         assert!(done.exists(), "the tool ran to completion");
     }
 }

@@ -31,18 +31,18 @@ pub fn pool(each: u32, pods: i64) -> Result<Pool, HostError> {
         );
         return Ok(Pool::all(each));
     }
-    let ask = |arguments: &[&str]| -> Result<String, HostError> {
+    let query = |arguments: &[&str]| -> Result<String, HostError> {
         match tool(GETSUBIDS, arguments)? {
-            (0, said) => Ok(said),
-            (code, said) => Err(format!(
+            (0, output) => Ok(output),
+            (code, output) => Err(format!(
                 "{GETSUBIDS} {} exited with code {code}: {}; give the user {USER} ids in /etc/subuid and /etc/subgid, or remove the user",
                 arguments.join(" "),
-                said.trim()
+                output.trim()
             )
             .into()),
         }
     };
-    let (users, groups) = (ask(&[USER])?, ask(&["-g", USER])?);
+    let (users, groups) = (query(&[USER])?, query(&["-g", USER])?);
     if users != groups {
         return Err(format!(
             "the ids of the user {USER} in /etc/subuid ({}) differ from those in /etc/subgid ({}): make them equal",

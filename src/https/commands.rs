@@ -1,8 +1,8 @@
 //! The server side of a command's streams over SPDY, in place of a runtime's streaming server.
 //!
 //! Serves version 4 of the protocol (`v4.channel.k8s.io`), which every client since Kubernetes 1.4 offers, as
-//! `k8s.io/cri-streaming/pkg/streaming/remotecommand/httpstream.go` does. The client side is [`tunnel`](super::tunnel)
-//! or [`serve_socket`](super::serve_socket) of this process.
+//! `k8s.io/cri-streaming/pkg/streaming/remotecommand/httpstream.go` does. The client side is
+//! [`forward_request`](super::forward_request) or [`serve_socket`](super::serve_socket) of this process.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -88,7 +88,7 @@ pub struct CommandStreams {
     /// The streams to the client.
     pub output: Output,
     /// Cancelled when the client has closed the connection.
-    pub gone: CancellationToken,
+    pub disconnected: CancellationToken,
 }
 
 /// Connects to a new server, which runs `command` once the client has opened its streams. The connection closes when
@@ -134,18 +134,18 @@ async fn serve<F: Future<Output = ()>>(
     };
     let (input, from_client) = mpsc::channel(MAX_PENDING_FRAMES);
     let (sizes, from_terminal) = mpsc::channel(MAX_PENDING_FRAMES);
-    let gone = CancellationToken::new();
+    let disconnected = CancellationToken::new();
     let command = command(CommandStreams {
         input: from_client,
         sizes: from_terminal,
         output: output.clone(),
-        gone: gone.clone(),
+        disconnected: disconnected.clone(),
     });
     let reading = async {
         if let Err(error) = receive(&mut reader, &output, input, sizes).await {
             tracing::debug!(%error, "the client of a command disconnected");
         }
-        gone.cancel();
+        disconnected.cancel();
         std::future::pending::<()>().await;
     };
     select(pin!(command), pin!(reading)).await;
@@ -307,7 +307,7 @@ mod tests {
         let (done, ended) = tokio::sync::oneshot::channel();
         let stream = serve_command(ALL, |mut streams: CommandStreams| async move {
             assert_eq!(streams.input.recv().await, None);
-            streams.gone.cancelled().await;
+            streams.disconnected.cancelled().await;
             let sent = streams.output.send(OutputKind::Stdout, b"late", true).await;
             done.send(sent.is_err()).expect("a result");
         });

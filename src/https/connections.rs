@@ -12,12 +12,12 @@ use super::Limits;
 use super::handshakes::Source;
 
 /// The part of a listener's connections that are closed at once to make room.
-const AT_ONCE: usize = 64;
+const CLOSED_FRACTION: usize = 64;
 /// How often connections are checked again if none of them may be closed.
 const RECHECK: Duration = Duration::from_millis(100);
 /// How long a new connection may take for its first request before it counts as idle, and a request's body may take to
 /// arrive before the connection counts as slow.
-pub(super) const FRESH: Duration = Duration::from_secs(1);
+pub(super) const NEW_CONNECTION_GRACE: Duration = Duration::from_secs(1);
 
 /// The connections of one listener.
 #[derive(Default)]
@@ -54,9 +54,9 @@ impl Connection {
 
     /// The connection with the lowest value is closed first to make room; `None` if it must stay.
     fn priority(&self, limits: Limits) -> Option<u8> {
-        let under_way = Arc::strong_count(&self.busy) - 1;
-        let new = self.since.elapsed() < FRESH;
-        if under_way == 0 {
+        let in_progress = Arc::strong_count(&self.busy) - 1;
+        let new = self.since.elapsed() < NEW_CONNECTION_GRACE;
+        if in_progress == 0 {
             // A new connection gets time for its first request. Between two requests of an authenticated client, the
             // next one may be in transit.
             Some(match limits.evict_unauthenticated {
@@ -64,7 +64,7 @@ impl Connection {
                 true if new => 3,
                 _ => 0,
             })
-        } else if Arc::strong_count(&self.receiving) > under_way && !new {
+        } else if Arc::strong_count(&self.receiving) > in_progress && !new {
             Some(1)
         } else {
             (limits.evict_unauthenticated && !self.authenticated).then_some(2)
@@ -87,7 +87,7 @@ impl Connections {
                 if all.len() < limits.connections {
                     return;
                 }
-                if close_least(&mut all, limits) {
+                if close_lowest_priority(&mut all, limits) {
                     return;
                 }
             }
@@ -113,14 +113,14 @@ impl Connections {
 /// Closes connections with the lowest value, and of these the oldest; returns whether there were any. Several are closed
 /// at once, because all connections are read: a burst of new ones would otherwise read thousands for each, and
 /// every request in progress would wait for the lock.
-fn close_least(all: &mut BTreeMap<u64, Connection>, limits: Limits) -> bool {
+fn close_lowest_priority(all: &mut BTreeMap<u64, Connection>, limits: Limits) -> bool {
     let mut held: BTreeMap<Source, usize> = BTreeMap::new();
     for connection in all.values() {
         *held.entry(connection.source).or_default() += 1;
     }
     let half = limits.connections / 2;
     let large_client = held.into_iter().find(|(_, count)| *count > half);
-    let mut at_once = (limits.connections / AT_ONCE).max(1);
+    let mut at_once = (limits.connections / CLOSED_FRACTION).max(1);
     if let Some((_, count)) = large_client {
         at_once = at_once.min(count - half);
     }
@@ -212,9 +212,9 @@ mod tests {
             all.insert(id, connection(source, id >= 100));
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        tokio::time::sleep(FRESH).await;
+        tokio::time::sleep(NEW_CONNECTION_GRACE).await;
         for round in 1..=25_u64 {
-            assert!(close_least(&mut all, LIMITS));
+            assert!(close_lowest_priority(&mut all, LIMITS));
             assert_eq!(
                 all.keys().next(),
                 Some(&(round * 4)),
@@ -223,14 +223,14 @@ mod tests {
         }
         // Then authenticated clients that are between two requests, but none that is busy or sends a new request.
         let busy: Vec<_> = all.values().map(|c| Arc::clone(&c.busy)).collect();
-        assert!(!close_least(&mut all, LIMITS));
+        assert!(!close_lowest_priority(&mut all, LIMITS));
         let sending: Vec<_> = all.values().map(|c| Arc::clone(&c.receiving)).collect();
         for connection in all.values_mut() {
             connection.since = Instant::now();
         }
-        assert!(!close_least(&mut all, LIMITS));
+        assert!(!close_lowest_priority(&mut all, LIMITS));
         drop((busy, sending));
-        assert!(close_least(&mut all, LIMITS));
+        assert!(close_lowest_priority(&mut all, LIMITS));
         assert_eq!(all.len(), 151);
     }
 
@@ -240,9 +240,9 @@ mod tests {
         for id in 0..256_u64 {
             all.insert(id, connection(u8::from(id >= 126), false));
         }
-        tokio::time::sleep(FRESH).await;
+        tokio::time::sleep(NEW_CONNECTION_GRACE).await;
         for left in [[126, 128], [122, 128]] {
-            assert!(close_least(&mut all, LIMITS));
+            assert!(close_lowest_priority(&mut all, LIMITS));
             let of = |source: u8| {
                 let source = Source::from(std::net::IpAddr::from([127, 0, 0, source]));
                 all.values().filter(|c| c.source == source).count()

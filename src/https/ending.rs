@@ -95,7 +95,7 @@ impl AsyncWrite for Client {
 
 /// Returns the client's connection after the response that leaves HTTP, and its progress; `None` if the connection has
 /// closed. TLS may still buffer a part of that response when hyper hands the connection over, so it is flushed here.
-pub(super) async fn taken_over(inner: OnUpgrade) -> Option<(Client, Progress)> {
+pub(super) async fn take_over(inner: OnUpgrade) -> Option<(Client, Progress)> {
     let (mut client, queue) = Client::of(inner.await.ok()?);
     client.flush().await.ok()?;
     let progress = Progress {
@@ -159,7 +159,7 @@ pub(super) async fn copy(
         let length = match from.read(&mut piece).await {
             Ok(0) => return Copied::Whole,
             Ok(length) => length,
-            Err(error) => return Copied::NotRead(error),
+            Err(error) => return Copied::ReadFailed(error),
         };
         progress.add(length);
         let written = async {
@@ -167,7 +167,7 @@ pub(super) async fn copy(
             to.flush().await
         };
         if let Err(error) = written.await {
-            return Copied::NotWritten(error);
+            return Copied::WriteFailed(error);
         }
         progress.add(length);
     }
@@ -179,9 +179,9 @@ pub(super) enum Copied {
     /// The source ended, and all its bytes were written.
     Whole,
     /// The source failed.
-    NotRead(io::Error),
+    ReadFailed(io::Error),
     /// The destination failed.
-    NotWritten(io::Error),
+    WriteFailed(io::Error),
 }
 
 /// Reads and discards until the peer closes.

@@ -40,11 +40,11 @@ pub use commands::{CommandStreams, Output, OutputKind, serve_command};
 pub use connections::ConnectionSlot;
 pub use listeners::Listeners;
 pub use paced::paced;
-pub use panic_boundary::{Panicked, end_process_on_panic, guard};
+pub use panic_boundary::{Panicked, abort_on_panic, guard};
 pub use receive::{NotReceived, receive};
 pub use tls::{Certificate, Protocol, Tls, TlsFiles, client};
-pub use tunnel::{Outgoing, TunnelError, is_upgrade, tunnel};
-pub use websocket::{Carried, Channels, carried, serve_socket};
+pub use tunnel::{Outgoing, TunnelError, forward_request, is_upgrade};
+pub use websocket::{Channels, SocketContent, serve_socket, socket_content};
 
 /// The error of a body.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -100,8 +100,8 @@ pub fn text(status: StatusCode, text: impl Into<String>) -> Response<Body> {
 
 /// Keeps `kept` until the response's body is sent completely or its connection is closed.
 #[must_use]
-pub fn held(answer: Response<Body>, kept: impl Send + Unpin + 'static) -> Response<Body> {
-    answer.map(|body| Held { body, _kept: kept }.boxed_unsync())
+pub fn keep_with_body(answer: Response<Body>, kept: impl Send + Unpin + 'static) -> Response<Body> {
+    answer.map(|body| BodyWith { body, _kept: kept }.boxed_unsync())
 }
 
 /// Serves until the process exits; without `tls` in plain text.
@@ -149,7 +149,7 @@ pub async fn serve<S, F>(
                 id,
             };
             let Some(tls) = tls else {
-                return converse(
+                return serve_connection(
                     socket,
                     Peer {
                         address,
@@ -168,8 +168,8 @@ pub async fn serve<S, F>(
                 return;
             };
             let chain = stream.get_ref().1.peer_certificates();
-            let certificate = settings.judge(chain).map(Arc::new);
-            Box::pin(converse(
+            let certificate = settings.verify_client(chain).map(Arc::new);
+            Box::pin(serve_connection(
                 stream,
                 Peer {
                     address,
@@ -186,12 +186,12 @@ pub async fn serve<S, F>(
 }
 
 /// A body that keeps a value while it lives.
-struct Held<T> {
+struct BodyWith<T> {
     body: Body,
     _kept: T,
 }
 
-impl<T: Unpin> hyper::body::Body for Held<T> {
+impl<T: Unpin> hyper::body::Body for BodyWith<T> {
     type Data = Bytes;
     type Error = BoxError;
 
@@ -211,7 +211,7 @@ impl<T: Unpin> hyper::body::Body for Held<T> {
     }
 }
 
-async fn converse<S, F>(
+async fn serve_connection<S, F>(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     peer: Peer,
     limits: Limits,
@@ -231,7 +231,7 @@ async fn converse<S, F>(
                 text(StatusCode::INTERNAL_SERVER_ERROR, panicked.to_string())
             });
             // The connection is busy until the whole body is sent.
-            Ok::<_, Infallible>(answer.map(|body| Held { body, _kept: busy }))
+            Ok::<_, Infallible>(answer.map(|body| BodyWith { body, _kept: busy }))
         }
     });
     let mut builder = auto::Builder::new(TokioExecutor::new());
@@ -254,7 +254,7 @@ async fn converse<S, F>(
 
 #[cfg(test)]
 mod tests {
-    use super::connections::FRESH;
+    use super::connections::NEW_CONNECTION_GRACE;
     use super::*;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::{TcpListener, TcpStream};
@@ -263,7 +263,7 @@ mod tests {
     async fn a_value_held_by_a_response_is_dropped_after_its_body() {
         use hyper::body::Body as _;
         let kept = Arc::new(());
-        let answer = held(text(StatusCode::OK, "abc"), Arc::clone(&kept));
+        let answer = keep_with_body(text(StatusCode::OK, "abc"), Arc::clone(&kept));
         assert_eq!(answer.body().size_hint().exact(), Some(3));
         assert_eq!(Arc::strong_count(&kept), 2);
         let body = answer.into_body().collect().await.expect("a body");
@@ -271,7 +271,7 @@ mod tests {
         assert_eq!(Arc::strong_count(&kept), 1);
     }
 
-    async fn ask(stream: &mut TcpStream, path: &str) -> String {
+    async fn request_path(stream: &mut TcpStream, path: &str) -> String {
         stream
             .write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").as_bytes())
             .await
@@ -337,24 +337,24 @@ mod tests {
             },
         ));
         let mut busy = TcpStream::connect(at).await.expect("connected");
-        let slow = tokio::spawn(async move { ask(&mut busy, "/slow").await });
+        let slow = tokio::spawn(async move { request_path(&mut busy, "/slow").await });
         gate.reached.notified().await;
         let mut idle = vec![];
         for _ in 0..20 {
             idle.push(TcpStream::connect(at).await.expect("connected"));
         }
         let mut last = TcpStream::connect(at).await.expect("connected");
-        let said = tokio::time::timeout(LONG, ask(&mut last, "/"))
+        let response = tokio::time::timeout(LONG, request_path(&mut last, "/"))
             .await
             .expect("a response while the other request is in progress");
-        assert!(said.contains("200 OK"), "{said}");
+        assert!(response.contains("200 OK"), "{response}");
         gate.open.notify_one();
         assert!(
             slow.await.expect("ended").contains("END"),
             "a busy connection is not closed"
         );
         assert!(
-            !ask(&mut idle[0], "/").await.contains("END"),
+            !request_path(&mut idle[0], "/").await.contains("END"),
             "the oldest idle connection was closed"
         );
     }
@@ -370,13 +370,13 @@ mod tests {
         };
         // This connection is idle, and older than all others.
         let mut small_client = from(2).await;
-        assert!(ask(&mut small_client, "/").await.contains("END"));
+        assert!(request_path(&mut small_client, "/").await.contains("END"));
         let mut large_client = vec![];
         for _ in 0..12 {
             large_client.push(from(1).await);
         }
         closed(&mut large_client[0]).await;
-        assert!(ask(&mut small_client, "/").await.contains("END"));
+        assert!(request_path(&mut small_client, "/").await.contains("END"));
     }
 
     /// A server for tests. Waits for bodies on `/body`, sends an endless response on `/endless`, and panics on
@@ -421,7 +421,7 @@ mod tests {
         (at, gate)
     }
 
-    async fn say(at: SocketAddr, text: &str) -> TcpStream {
+    async fn open_and_send(at: SocketAddr, text: &str) -> TcpStream {
         let mut stream = TcpStream::connect(at).await.expect("connected");
         stream.write_all(text.as_bytes()).await.expect("sent");
         stream
@@ -432,25 +432,25 @@ mod tests {
         let (at, gate) = server(4, 2 * LONG).await;
         let known = tokio::spawn(async move {
             let mut stream = TcpStream::connect(at).await.expect("connected");
-            ask(&mut stream, "/known").await
+            request_path(&mut stream, "/known").await
         });
         gate.reached.notified().await;
         let mut held = vec![];
         for _ in 0..10 {
             held.push(
-                say(
+                open_and_send(
                     at,
                     "POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\na",
                 )
                 .await,
             );
-            held.push(say(at, "GET /endless HTTP/1.1\r\nHost: x\r\n\r\n").await);
+            held.push(open_and_send(at, "GET /endless HTTP/1.1\r\nHost: x\r\n\r\n").await);
         }
         let mut last = TcpStream::connect(at).await.expect("connected");
-        let said = tokio::time::timeout(LONG, ask(&mut last, "/"))
+        let response = tokio::time::timeout(LONG, request_path(&mut last, "/"))
             .await
             .expect("a response before the timeouts of the others");
-        assert!(said.contains("200 OK"), "{said}");
+        assert!(response.contains("200 OK"), "{response}");
         gate.open.notify_one();
         assert!(
             known.await.expect("ended").contains("END"),
@@ -463,14 +463,14 @@ mod tests {
         let (at, gate) = server(4, LONG).await;
         let mut known = TcpStream::connect(at).await.expect("connected");
         gate.open.notify_one();
-        assert!(ask(&mut known, "/known").await.contains("END"));
-        tokio::time::sleep(FRESH + Duration::from_millis(100)).await;
+        assert!(request_path(&mut known, "/known").await.contains("END"));
+        tokio::time::sleep(NEW_CONNECTION_GRACE + Duration::from_millis(100)).await;
         let mut strangers = vec![];
         for _ in 0..20 {
             strangers.push(TcpStream::connect(at).await.expect("connected"));
         }
         closed(&mut strangers[0]).await;
-        assert!(ask(&mut known, "/").await.contains("END"));
+        assert!(request_path(&mut known, "/").await.contains("END"));
     }
 
     #[tokio::test]
@@ -486,7 +486,7 @@ mod tests {
             (post(11, "12345678901"), "longer than 10 bytes"),
             (post(5, "1"), "did not arrive within"),
         ] {
-            let mut stream = say(at, &sent).await;
+            let mut stream = open_and_send(at, &sent).await;
             let mut all = String::new();
             // The server may reset the connection after the response, as it has not read the whole body.
             let _ = stream.read_to_string(&mut all).await;
@@ -500,8 +500,8 @@ mod tests {
     async fn a_client_that_stops_reading_a_response_is_disconnected() {
         let (at, _) = server(4, LONG).await;
         let get = "GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
-        let mut reader = say(at, get).await;
-        let mut deaf = say(at, get).await;
+        let mut reader = open_and_send(at, get).await;
+        let mut deaf = open_and_send(at, get).await;
         let mut all = vec![];
         reader.read_to_end(&mut all).await.expect("an answer");
         assert!(all.len() > 64 << 20, "{} bytes", all.len());
@@ -523,7 +523,7 @@ mod tests {
     #[tokio::test]
     async fn a_panic_causes_an_error_response() {
         let (at, _) = server(4, LONG).await;
-        let mut stream = say(
+        let mut stream = open_and_send(
             at,
             "GET /panic HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
         )
@@ -535,6 +535,6 @@ mod tests {
             "{all}"
         );
         let mut next = TcpStream::connect(at).await.expect("connected");
-        assert!(ask(&mut next, "/").await.contains("200 OK"));
+        assert!(request_path(&mut next, "/").await.contains("200 OK"));
     }
 }

@@ -19,7 +19,7 @@ const PIECE: usize = 64 << 10;
 /// Bytes, with a signal that they have left memory.
 struct Watched {
     bytes: Bytes,
-    _gone: oneshot::Sender<()>,
+    _dropped: oneshot::Sender<()>,
 }
 
 impl AsRef<[u8]> for Watched {
@@ -60,30 +60,33 @@ impl hyper::body::Body for Pieces {
     }
 }
 
-/// Returns a body whose connection is closed when the client takes nothing of it for `patience`. A body of one piece is
+/// Returns a body whose connection is closed when the client takes nothing of it for `timeout`. A body of one piece is
 /// sent without this limit, because it fits into the kernel's buffers.
 #[must_use]
-pub fn paced(bytes: Bytes, slot: Option<&ConnectionSlot>, patience: Duration) -> Body {
+pub fn paced(bytes: Bytes, slot: Option<&ConnectionSlot>, timeout: Duration) -> Body {
     let Some(slot) = slot.filter(|_| bytes.len() > PIECE).cloned() else {
         return full(bytes);
     };
-    let (sign, gone) = oneshot::channel();
+    let (sign, dropped) = oneshot::channel();
     let taken = Arc::new(AtomicU64::new(0));
-    let rest = Bytes::from_owner(Watched { bytes, _gone: sign });
-    tokio::spawn(watch(gone, Arc::clone(&taken), slot, patience));
+    let rest = Bytes::from_owner(Watched {
+        bytes,
+        _dropped: sign,
+    });
+    tokio::spawn(watch(dropped, Arc::clone(&taken), slot, timeout));
     Pieces { rest, taken }.boxed_unsync()
 }
 
-/// Closes a connection when nothing was taken for `patience`; returns when the whole body is sent.
+/// Closes a connection when nothing was taken for `timeout`; returns when the whole body is sent.
 async fn watch(
-    mut gone: oneshot::Receiver<()>,
+    mut dropped: oneshot::Receiver<()>,
     taken: Arc<AtomicU64>,
     slot: ConnectionSlot,
-    patience: Duration,
+    timeout: Duration,
 ) {
     let mut before = taken.load(Ordering::Relaxed);
     // The receiver returns an error when the bytes are dropped: nothing is ever sent.
-    while tokio::time::timeout(patience, &mut gone).await.is_err() {
+    while tokio::time::timeout(timeout, &mut dropped).await.is_err() {
         let now = taken.load(Ordering::Relaxed);
         if now == before {
             tracing::debug!("a client stopped reading a response; closing its connection");

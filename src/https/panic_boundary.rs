@@ -1,6 +1,6 @@
 //! A boundary for panics: a panic inside it fails the request and not the process.
 //!
-//! Elsewhere a panic aborts the process ([`end_process_on_panic`]), because a task that silently stopped would be worse
+//! Elsewhere a panic aborts the process ([`abort_on_panic`]), because a task that silently stopped would be worse
 //! than a restart. Release builds unwind on panics, so that a boundary can catch them.
 
 use std::any::Any;
@@ -12,7 +12,7 @@ use std::task::{Context, Poll};
 
 thread_local! {
     /// Number of boundaries around the code that this thread runs.
-    static BEHIND: Cell<u32> = const { Cell::new(0) };
+    static BOUNDARY_DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
 static PANICS: AtomicU64 = AtomicU64::new(0);
@@ -26,17 +26,17 @@ pub struct Panicked {
 }
 
 /// From now on a panic outside a boundary aborts the process, after the installed hook has logged it.
-pub fn end_process_on_panic() {
-    let tell = std::panic::take_hook();
+pub fn abort_on_panic() {
+    let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
-        tell(info);
-        if BEHIND.get() == 0 {
+        report(info);
+        if BOUNDARY_DEPTH.get() == 0 {
             std::process::abort();
         }
     }));
 }
 
-fn said(payload: &(dyn Any + Send)) -> &str {
+fn panic_text(payload: &(dyn Any + Send)) -> &str {
     let text = payload.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| payload.downcast_ref::<&str>().copied())
         .unwrap_or("a payload that is not text")
@@ -53,14 +53,14 @@ impl<F: Future> Future for Guarded<F> {
     type Output = Result<F::Output, Panicked>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        BEHIND.set(BEHIND.get() + 1);
+        BOUNDARY_DEPTH.set(BOUNDARY_DEPTH.get() + 1);
         let polled = catch_unwind(AssertUnwindSafe(|| self.0.as_mut().poll(cx)));
-        BEHIND.set(BEHIND.get() - 1);
+        BOUNDARY_DEPTH.set(BOUNDARY_DEPTH.get() - 1);
         match polled {
             Ok(polled) => polled.map(Ok),
             Err(payload) => {
                 let number = PANICS.fetch_add(1, Ordering::Relaxed) + 1;
-                tracing::error!(number, panic = said(&*payload), "a request panicked");
+                tracing::error!(number, panic = panic_text(&*payload), "a request panicked");
                 Poll::Ready(Err(Panicked { number }))
             }
         }
@@ -76,13 +76,13 @@ mod tests {
         assert_eq!(guard(async { 7 }).await, Ok(7));
         let first = guard(async {
             tokio::task::yield_now().await;
-            assert_eq!(BEHIND.get(), 1);
+            assert_eq!(BOUNDARY_DEPTH.get(), 1);
             panic!("on purpose")
         });
         let first: Result<(), Panicked> = first.await;
         let number = first.expect_err("it panicked").number;
         let second: Result<(), Panicked> = guard(async { panic!("again") }).await;
         assert!(second.expect_err("it panicked").number > number);
-        assert_eq!(BEHIND.get(), 0);
+        assert_eq!(BOUNDARY_DEPTH.get(), 0);
     }
 }

@@ -23,24 +23,24 @@ pub enum NotReceived {
     Broken(String),
 }
 
-/// Reads a request's body of at most `most` bytes, which must be complete within `patience`. Until then, the connection
+/// Reads a request's body of at most `max_bytes`, which must be complete within `timeout`. Until then, the connection
 /// may be closed to make room for others.
 pub async fn receive(
     request: Request<Incoming>,
-    most: usize,
-    patience: Duration,
+    max_bytes: usize,
+    timeout: Duration,
 ) -> (Parts, Result<Bytes, NotReceived>) {
     let (head, body) = request.into_parts();
     let _receiving = head
         .extensions
         .get::<ConnectionSlot>()
         .and_then(ConnectionSlot::receive);
-    let collected = tokio::time::timeout(patience, Limited::new(body, most).collect()).await;
+    let collected = tokio::time::timeout(timeout, Limited::new(body, max_bytes).collect()).await;
     let received = match collected {
         Ok(Ok(body)) => Ok(body.to_bytes()),
-        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(NotReceived::TooLong(most)),
+        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(NotReceived::TooLong(max_bytes)),
         Ok(Err(error)) => Err(NotReceived::Broken(error.to_string())),
-        Err(_) => Err(NotReceived::TooSlow(patience)),
+        Err(_) => Err(NotReceived::TooSlow(timeout)),
     };
     (head, received)
 }

@@ -17,7 +17,7 @@ use rustls::{
 use super::BoxError;
 
 /// Minimum interval between two checks of the files; a handshake in between uses the current settings.
-const LOOK: Duration = Duration::from_secs(1);
+const RELOAD_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The files of the TLS settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,14 +44,14 @@ pub struct Protocol {
 impl Protocol {
     fn builder(&self) -> Result<ConfigBuilder<ServerConfig, WantsVerifier>, BoxError> {
         let mut provider = rustls::crypto::aws_lc_rs::default_provider();
-        let asked = |suite: &rustls::SupportedCipherSuite| {
+        let is_selected = |suite: &rustls::SupportedCipherSuite| {
             self.suites
                 .iter()
                 .any(|name| Some(name.as_str()) == suite.suite().as_str())
         };
-        provider
-            .cipher_suites
-            .retain(|suite| suite.tls13().is_some() || self.suites.is_empty() || asked(suite));
+        provider.cipher_suites.retain(|suite| {
+            suite.tls13().is_some() || self.suites.is_empty() || is_selected(suite)
+        });
         if !self.groups.is_empty() {
             // All groups of the library, not only its defaults, in its own order.
             provider.kx_groups = rustls::crypto::aws_lc_rs::ALL_KX_GROUPS.to_vec();
@@ -147,7 +147,7 @@ impl Certificate {
     /// Returns the certificate (DER), if it is trusted and has not expired: a connection may last longer than a
     /// certificate.
     #[must_use]
-    pub fn holds(&self) -> Option<&[u8]> {
+    pub fn trusted_der(&self) -> Option<&[u8]> {
         let now = i64::try_from(UnixTime::now().as_secs()).unwrap_or(i64::MAX);
         self.until
             .is_some_and(|until| now <= until)
@@ -158,19 +158,22 @@ impl Certificate {
 /// The settings of a new connection, and the verifier of its client's certificate.
 pub(super) struct Settings {
     pub(super) server: Arc<ServerConfig>,
-    judge: Option<Arc<dyn ClientCertVerifier>>,
+    verifier: Option<Arc<dyn ClientCertVerifier>>,
 }
 
 impl Settings {
     /// Verifies the chain that a client has presented; `None` if it has presented none.
-    pub(super) fn judge(&self, chain: Option<&[CertificateDer<'_>]>) -> Option<Certificate> {
-        let (judge, (own, others)) = (self.judge.as_ref()?, chain?.split_first()?);
-        let judged = judge.verify_client_cert(own, others, UnixTime::now());
-        if let Err(error) = &judged {
+    pub(super) fn verify_client(
+        &self,
+        chain: Option<&[CertificateDer<'_>]>,
+    ) -> Option<Certificate> {
+        let (verifier, (own, others)) = (self.verifier.as_ref()?, chain?.split_first()?);
+        let verified = verifier.verify_client_cert(own, others, UnixTime::now());
+        if let Err(error) = &verified {
             tracing::debug!(%error, "verifying a client certificate failed");
         }
         let der = own.to_vec();
-        Some(match judged {
+        Some(match verified {
             Ok(_) => Certificate::trusted(der),
             Err(_) => Certificate::untrusted(der),
         })
@@ -180,7 +183,7 @@ impl Settings {
 type Stamp = [Option<SystemTime>; 3];
 
 struct State {
-    looked: Instant,
+    checked: Instant,
     stamp: Stamp,
     config: Arc<Settings>,
 }
@@ -208,19 +211,21 @@ fn config(
     let chain = CertificateDer::pem_slice_iter(chain).collect::<Result<Vec<_>, _>>()?;
     let key = PrivateKeyDer::from_pem_slice(key)?;
     let builder = protocol.builder()?;
-    let judge = match client_ca.map(roots).transpose()? {
+    let verifier = match client_ca.map(roots).transpose()? {
         Some(roots) => Some(WebPkiClientVerifier::builder(Arc::new(roots)).build()?),
         None => None,
     };
-    let builder = match &judge {
-        Some(judge) => builder.with_client_cert_verifier(Arc::new(AnyClient(Arc::clone(judge)))),
+    let builder = match &verifier {
+        Some(verifier) => {
+            builder.with_client_cert_verifier(Arc::new(AnyClient(Arc::clone(verifier))))
+        }
         None => builder.with_no_client_auth(),
     };
     let mut server = builder.with_single_cert(chain, key)?;
     server.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(Settings {
         server: Arc::new(server),
-        judge,
+        verifier,
     })
 }
 
@@ -262,7 +267,7 @@ impl Tls {
         Ok(Tls {
             files: Some((files, protocol)),
             state: Mutex::new(State {
-                looked: Instant::now(),
+                checked: Instant::now(),
                 stamp,
                 config,
             }),
@@ -280,7 +285,7 @@ impl Tls {
         Ok(Tls {
             files: None,
             state: Mutex::new(State {
-                looked: Instant::now(),
+                checked: Instant::now(),
                 stamp: [None; 3],
                 config,
             }),
@@ -293,11 +298,11 @@ impl Tls {
         let Some((files, protocol)) = self
             .files
             .as_ref()
-            .filter(|_| state.looked.elapsed() >= LOOK)
+            .filter(|_| state.checked.elapsed() >= RELOAD_CHECK_INTERVAL)
         else {
             return Arc::clone(&state.config);
         };
-        state.looked = Instant::now();
+        state.checked = Instant::now();
         let stamp = files.stamp();
         if stamp != state.stamp {
             state.stamp = stamp;
@@ -352,15 +357,15 @@ mod tests {
         write();
         let tls = Tls::follow(files.clone(), Protocol::default()).expect("fine");
         let first = tls.current();
-        let look = || tls.state.lock().expect("the state").looked -= LOOK;
+        let allow_reload = || tls.state.lock().expect("the state").checked -= RELOAD_CHECK_INTERVAL;
         std::fs::write(&files.key, "nonsense").expect("written");
-        look();
+        allow_reload();
         assert!(
             Arc::ptr_eq(&first, &tls.current()),
             "the old certificate stays in use"
         );
         write();
-        look();
+        allow_reload();
         assert!(!Arc::ptr_eq(&first, &tls.current()));
     }
 
@@ -413,8 +418,8 @@ mod tests {
                 tokio::join!(acceptor.accept(near), connector.connect(name, far));
             let server = server.expect("no alert");
             client.expect("no alert");
-            let shown = settings.judge(server.get_ref().1.peer_certificates());
-            assert_eq!(shown.map(|c| c.holds().is_some()), holds);
+            let shown = settings.verify_client(server.get_ref().1.peer_certificates());
+            assert_eq!(shown.map(|c| c.trusted_der().is_some()), holds);
         }
     }
 
@@ -423,9 +428,13 @@ mod tests {
         let (pem, _) = Authority::new().client(2000);
         let der = CertificateDer::from_pem_slice(pem.as_bytes()).expect("a certificate");
         let mut certificate = Certificate::trusted(der.to_vec());
-        assert_eq!(certificate.holds(), None, "the certificate has expired");
+        assert_eq!(
+            certificate.trusted_der(),
+            None,
+            "the certificate has expired"
+        );
         certificate.until = Some(i64::MAX);
-        assert!(certificate.holds().is_some());
+        assert!(certificate.trusted_der().is_some());
     }
 
     #[test]

@@ -18,7 +18,7 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 
 use super::Body;
 use super::BoxError;
-use super::ending::{Copied, Progress, STALL, copy, discard, taken_over};
+use super::ending::{Copied, Progress, STALL, copy, discard, take_over};
 use super::full;
 use super::pairs::Pairs;
 
@@ -30,7 +30,7 @@ const GRACE: Duration = Duration::from_secs(2);
 pub enum TunnelError {
     /// The other server did not answer with valid HTTP.
     #[error("the backend did not respond: {0}")]
-    Talk(#[from] hyper::Error),
+    InvalidResponse(#[from] hyper::Error),
     /// The forwarded request cannot be built.
     #[error("the request cannot be forwarded: {0}")]
     Request(#[from] hyper::http::Error),
@@ -107,21 +107,21 @@ async fn both_ways(
                 }
             }
             // The server reads no more. Unread bytes of the client would reset the client's connection.
-            Copied::NotWritten(_) => discard(&mut from_client, progress).await,
-            Copied::NotRead(_) => {}
+            Copied::WriteFailed(_) => discard(&mut from_client, progress).await,
+            Copied::ReadFailed(_) => {}
         }
         copied
     };
     let back = async {
         let copied = copy(&mut from_server, &mut to_client, progress).await;
         match to_client.shutdown().await {
-            Err(error) if matches!(copied, Copied::Whole) => Copied::NotWritten(error),
+            Err(error) if matches!(copied, Copied::Whole) => Copied::WriteFailed(error),
             _ => copied,
         }
     };
     match select(pin!(there), pin!(back)).await {
-        Either::Left((Copied::NotRead(error), _))
-        | Either::Right((Copied::NotWritten(error), _)) => Err(error),
+        Either::Left((Copied::ReadFailed(error), _))
+        | Either::Right((Copied::WriteFailed(error), _)) => Err(error),
         Either::Left((_, back)) => {
             progress.bounds(GRACE, back.map(drop)).await;
             Ok(())
@@ -131,7 +131,7 @@ async fn both_ways(
                 tracing::debug!("the client of a tunnel stopped reading");
             }
             match copied {
-                Copied::NotRead(error) => Err(error),
+                Copied::ReadFailed(error) => Err(error),
                 _ => Ok(()),
             }
         }
@@ -139,12 +139,12 @@ async fn both_ways(
 }
 
 /// Forwards a request over a new connection and returns the answer. If the other side leaves HTTP, bytes are copied
-/// both ways until both sides have closed; `held` is kept until then.
-pub async fn tunnel(
+/// both ways until both sides have closed; `guard` is kept until then.
+pub async fn forward_request(
     mut request: Request<Incoming>,
     outgoing: &Outgoing,
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    held: impl Send + 'static,
+    guard: impl Send + 'static,
 ) -> Result<Response<Body>, TunnelError> {
     let upgrade = is_upgrade(request.headers());
     let forwards_ports = outgoing.forwards_ports
@@ -191,9 +191,8 @@ pub async fn tunnel(
     if let (true, Some(inner)) = (leaves, inner) {
         let outer = hyper::upgrade::on(&mut answer);
         tokio::spawn(async move {
-            let _held = held;
-            let (Some((inner, progress)), Ok(outer)) = tokio::join!(taken_over(inner), outer)
-            else {
+            let _guard = guard;
+            let (Some((inner, progress)), Ok(outer)) = tokio::join!(take_over(inner), outer) else {
                 return;
             };
             let outer = Pairs::new(TokioIo::new(outer), forwards_ports);
@@ -249,7 +248,7 @@ mod tests {
                 let stream = tokio::net::TcpStream::connect(back_at)
                     .await
                     .expect("connected");
-                tunnel(request, &outgoing, stream, ())
+                forward_request(request, &outgoing, stream, ())
                     .await
                     .unwrap_or_else(|e| text(StatusCode::BAD_GATEWAY, e.to_string()))
             },
@@ -257,7 +256,7 @@ mod tests {
         front_at
     }
 
-    async fn ask(at: std::net::SocketAddr, message: &str) -> String {
+    async fn exchange(at: std::net::SocketAddr, message: &str) -> String {
         use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
         let mut stream = tokio::net::TcpStream::connect(at).await.expect("connected");
         stream.write_all(message.as_bytes()).await.expect("sent");
@@ -295,19 +294,19 @@ mod tests {
             answer.body(full("")).expect("an answer")
         })
         .await;
-        let said = ask(
+        let response = exchange(
             at,
             "POST / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\nEND",
         )
         .await;
         assert!(
-            said.starts_with("HTTP/1.1 101")
-                && said
+            response.starts_with("HTTP/1.1 101")
+                && response
                     .to_lowercase()
                     .contains("x-stream-protocol-version: v4"),
-            "{said}"
+            "{response}"
         );
-        assert!(said.ends_with("helloEND"), "{said}");
+        assert!(response.ends_with("helloEND"), "{response}");
     }
 
     /// The server closed long ago, and the client sends before it has read everything, as kubectl sends pings.
@@ -369,9 +368,9 @@ mod tests {
             };
             ends.write_all(b"bye").await.expect("sent");
             ends.shutdown().await.expect("ended");
-            let mut said = String::new();
-            stays.read_to_string(&mut said).await.expect("the end");
-            assert_eq!(said, "bye");
+            let mut rest = String::new();
+            stays.read_to_string(&mut rest).await.expect("the end");
+            assert_eq!(rest, "bye");
             // The other side's remaining bytes arrive.
             stays.write_all(b"and you").await.expect("sent");
             let mut rest = String::new();
@@ -393,8 +392,8 @@ mod tests {
             )
         })
         .await;
-        let said = ask(at, "PUT /here HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nImpersonate-User: u\r\nContent-Length: 0\r\n\r\n").await;
-        assert!(said.ends_with("PUT /there?x=1 false END"), "{said}");
+        let response = exchange(at, "PUT /here HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nImpersonate-User: u\r\nContent-Length: 0\r\n\r\n").await;
+        assert!(response.ends_with("PUT /there?x=1 false END"), "{response}");
         let at = pair(|_| {
             Response::builder()
                 .status(302)
@@ -403,11 +402,14 @@ mod tests {
                 .expect("an answer")
         })
         .await;
-        let said = ask(at, "GET / HTTP/1.1\r\nHost: x\r\n\r\n").await;
+        let response = exchange(at, "GET / HTTP/1.1\r\nHost: x\r\n\r\n").await;
         assert!(
-            said.starts_with("HTTP/1.1 502") && said.contains("not followed"),
-            "{said}"
+            response.starts_with("HTTP/1.1 502") && response.contains("not followed"),
+            "{response}"
         );
-        assert!(!said.to_lowercase().contains("\r\nlocation:"), "{said}");
+        assert!(
+            !response.to_lowercase().contains("\r\nlocation:"),
+            "{response}"
+        );
     }
 }

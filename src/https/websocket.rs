@@ -25,7 +25,7 @@ use tokio_tungstenite::tungstenite::{Bytes, Error as WebSocketError, Message};
 use super::Body;
 use super::Outgoing;
 use super::TunnelError;
-use super::ending::{Progress, STALL, taken_over};
+use super::ending::{Progress, STALL, take_over};
 use super::full;
 use super::pairs::Pairs;
 use super::spdy::{Frame, Reader, Writer};
@@ -48,7 +48,7 @@ const CLOSE: u8 = 255;
 
 /// The content of a request's WebSocket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Carried {
+pub enum SocketContent {
     /// A command's streams.
     Command,
     /// Forwarded ports.
@@ -57,7 +57,7 @@ pub enum Carried {
 
 /// Returns what a request offers for translation to SPDY; `None` if nothing.
 #[must_use]
-pub fn carried(headers: &HeaderMap) -> Option<Carried> {
+pub fn socket_content(headers: &HeaderMap) -> Option<SocketContent> {
     let websocket = headers
         .get(UPGRADE)
         .and_then(|v| v.to_str().ok())
@@ -69,8 +69,8 @@ pub fn carried(headers: &HeaderMap) -> Option<Carried> {
         .flat_map(|v| v.split(','))
         .map(str::trim);
     let mut found = offered.filter_map(|protocol| match protocol {
-        COMMAND => Some(Carried::Command),
-        FORWARD => Some(Carried::Ports),
+        COMMAND => Some(SocketContent::Command),
+        FORWARD => Some(SocketContent::Ports),
         _ => None,
     });
     found.next().filter(|_| websocket)
@@ -126,14 +126,14 @@ async fn spdy(
     Ok(Ok(hyper::upgrade::on(answer).await?))
 }
 
-/// Serves a request's WebSocket through a new SPDY connection to a runtime. `held` is kept until the session ends.
+/// Serves a request's WebSocket through a new SPDY connection to a runtime. `guard` is kept until the session ends.
 pub async fn serve_socket(
     mut request: Request<Incoming>,
-    carried: Carried,
+    socket_content: SocketContent,
     channels: Channels,
     outgoing: &Outgoing,
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    held: impl Send + 'static,
+    guard: impl Send + 'static,
 ) -> Result<Response<Body>, TunnelError> {
     let Some(accept) = request.headers().get(SEC_WEBSOCKET_KEY).and_then(accept) else {
         return Ok(super::text(
@@ -142,11 +142,11 @@ pub async fn serve_socket(
         ));
     };
     let inner: OnUpgrade = hyper::upgrade::on(&mut request);
-    let (asked, chosen) = match carried {
-        Carried::Command => ("v4.channel.k8s.io", COMMAND),
-        Carried::Ports => ("portforward.k8s.io", FORWARD),
+    let (requested, chosen) = match socket_content {
+        SocketContent::Command => ("v4.channel.k8s.io", COMMAND),
+        SocketContent::Ports => ("portforward.k8s.io", FORWARD),
     };
-    let outer = match spdy(outgoing, asked, stream).await? {
+    let outer = match spdy(outgoing, requested, stream).await? {
         Ok(outer) => TokioIo::new(outer),
         Err(answer) => {
             use http_body_util::BodyExt as _;
@@ -154,14 +154,14 @@ pub async fn serve_socket(
         }
     };
     tokio::spawn(async move {
-        let _held = held;
-        let Some((inner, progress)) = taken_over(inner).await else {
+        let _guard = guard;
+        let Some((inner, progress)) = take_over(inner).await else {
             return;
         };
         let socket = accepted(inner).await;
-        let done = match carried {
-            Carried::Command => command(socket, channels, outer, &progress).await,
-            Carried::Ports => ports(socket, Pairs::new(outer, true), &progress).await,
+        let done = match socket_content {
+            SocketContent::Command => command(socket, channels, outer, &progress).await,
+            SocketContent::Ports => ports(socket, Pairs::new(outer, true), &progress).await,
         };
         if let Err(error) = done {
             tracing::debug!(%error, "a stream was closed early");
@@ -263,13 +263,13 @@ async fn command(
         .find(|c| streams.contains_key(c))
         .unwrap_or(ERROR);
     sink.send(message(first, &[])).await.map_err(broken)?;
-    let (questions, asked) = mpsc::channel(8);
+    let (ping_sender, ping_receiver) = mpsc::channel(8);
     let open = [STDOUT, STDERR, ERROR]
         .into_iter()
         .filter_map(|c| Some((*streams.get(&c)?, c)))
         .collect();
-    let outward = outward(Reader(from), sink, open, questions, progress);
-    let inward = inward(messages, writer, &streams, asked, progress);
+    let outward = outward(Reader(from), sink, open, ping_sender, progress);
+    let inward = inward(messages, writer, &streams, ping_receiver, progress);
     until_closed(outward, inward, progress).await
 }
 
@@ -278,7 +278,7 @@ async fn outward(
     mut reader: Reader<impl AsyncRead + Unpin>,
     mut sink: impl Sink<Message, Error = WebSocketError> + Unpin,
     mut open: BTreeMap<u32, u8>,
-    questions: mpsc::Sender<u32>,
+    pings: mpsc::Sender<u32>,
     progress: &Progress,
 ) -> io::Result<()> {
     let mut ended = Ok(());
@@ -302,7 +302,7 @@ async fn outward(
             }
             Frame::Reset(stream) => _ = open.remove(&stream),
             // A runtime that does not read the replies delays only its own session; pings are few.
-            Frame::Ping(number) => _ = questions.send(number).await,
+            Frame::Ping(number) => _ = pings.send(number).await,
             Frame::End => break,
             // A runtime opens no streams.
             Frame::Open(..) | Frame::Other => {}
@@ -317,7 +317,7 @@ async fn inward(
     mut messages: impl Stream<Item = Result<Message, WebSocketError>> + Unpin,
     mut writer: Writer<impl AsyncWrite + Unpin>,
     streams: &BTreeMap<u8, u32>,
-    mut asked: mpsc::Receiver<u32>,
+    mut pings: mpsc::Receiver<u32>,
     progress: &Progress,
 ) {
     let (mut input_ended, mut runtime_reads) = (false, true);
@@ -325,7 +325,7 @@ async fn inward(
         let message = tokio::select! {
             biased;
             // Both futures are cancel-safe.
-            Some(number) = asked.recv() => {
+            Some(number) = pings.recv() => {
                 runtime_reads = runtime_reads && writer.pong(number).await.is_ok();
                 continue;
             }
@@ -437,7 +437,7 @@ mod tests {
         fn sessions_with_arbitrary_bytes_terminate(frames in vec(frame(), 0..8), runtime in vec(any::<u8>(), 0..200), tty in any::<bool>()) {
             let all = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
             let ended = all.block_on(async {
-                for carried in [Carried::Command, Carried::Ports] {
+                for socket_content in [SocketContent::Command, SocketContent::Ports] {
                     let (mut client, inner) = tokio::io::duplex(1 << 16);
                     let (mut other, outer) = tokio::io::duplex(1 << 16);
                     client.write_all(&frames.concat()).await?;
@@ -448,9 +448,9 @@ mod tests {
                     let socket = accepted(inner).await;
                     let served = async {
                         // An error is an end as well.
-                        let _ = match carried {
-                            Carried::Command => command(socket, channels, outer, &Progress::default()).await,
-                            Carried::Ports => ports(socket, outer, &Progress::default()).await,
+                        let _ = match socket_content {
+                            SocketContent::Command => command(socket, channels, outer, &Progress::default()).await,
+                            SocketContent::Ports => ports(socket, outer, &Progress::default()).await,
                         };
                     };
                     tokio::time::timeout(std::time::Duration::from_secs(60), served).await?;
@@ -472,19 +472,19 @@ mod tests {
                     HeaderValue::from_str(protocol).expect("a value"),
                 );
             }
-            carried(&headers)
+            socket_content(&headers)
         };
         assert_eq!(
             of("websocket", &["v5.channel.k8s.io"]),
-            Some(Carried::Command)
+            Some(SocketContent::Command)
         );
         assert_eq!(
             of("WebSocket", &["v4.channel.k8s.io, v5.channel.k8s.io"]),
-            Some(Carried::Command)
+            Some(SocketContent::Command)
         );
         assert_eq!(
             of("websocket", &["SPDY/3.1+portforward.k8s.io"]),
-            Some(Carried::Ports)
+            Some(SocketContent::Ports)
         );
         assert_eq!(
             of("websocket", &["v4.channel.k8s.io"]),

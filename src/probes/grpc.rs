@@ -23,15 +23,15 @@ pub async fn check(host: &str, port: u16, service: &str, timeout: Duration) -> R
         .and_then(|e| e.user_agent(crate::core::version::PROBE_AGENT))
         .map_err(|e| e.to_string())?;
     // Dialled separately, so that the error is that of the dial.
-    let (tell, mut dialled) = tokio::sync::oneshot::channel();
-    let mut tell = Some(tell);
+    let (report, mut dialled) = tokio::sync::oneshot::channel();
+    let mut report = Some(report);
     let connector = tower::service_fn(move |_: Uri| {
-        let (target, tell) = (target.clone(), tell.take());
+        let (target, report) = (target.clone(), report.take());
         async move {
             let result = super::connect(&target, port).await;
-            if let Some(tell) = tell {
+            if let Some(report) = report {
                 // After the deadline the receiver no longer exists.
-                let _ = tell.send(result.as_ref().err().cloned());
+                let _ = report.send(result.as_ref().err().cloned());
             }
             result.map(TokioIo::new).map_err(std::io::Error::other)
         }

@@ -22,9 +22,9 @@ const REQUESTS: usize = 10;
 
 /// Accepts every certificate: a probe checks whether a server answers, not its identity.
 #[derive(Debug)]
-struct Anyone(Arc<rustls::crypto::CryptoProvider>);
+struct AcceptAnyCertificate(Arc<rustls::crypto::CryptoProvider>);
 
-impl ServerCertVerifier for Anyone {
+impl ServerCertVerifier for AcceptAnyCertificate {
     fn verify_server_cert(
         &self,
         _: &CertificateDer<'_>,
@@ -64,7 +64,7 @@ static TLS: LazyLock<Arc<ClientConfig>> = LazyLock::new(|| {
     Arc::new(
         ClientConfig::builder()
             .dangerous()
-            .with_custom_certificate_verifier(Arc::new(Anyone(provider)))
+            .with_custom_certificate_verifier(Arc::new(AcceptAnyCertificate(provider)))
             .with_no_client_auth(),
     )
 });

@@ -207,7 +207,7 @@ impl PodApi for SealedApi {
 
     fn services(&self) -> Option<Vec<Arc<Service>>> {
         self.api.services().or_else(|| {
-            Some(self.keeper.last_services().to_vec()).filter(|_| self.keeper.is_cut_off())
+            Some(self.keeper.last_services().to_vec()).filter(|_| self.keeper.is_offline())
         })
     }
 }

@@ -26,8 +26,8 @@ use crate::sys::clock::Clock;
 
 /// How long no new value must arrive before all are written, and how often this wait is repeated at most. Pods that
 /// start have priority at the disk.
-const QUIET: Duration = Duration::from_secs(3);
-const AT_MOST: u32 = 20;
+const QUIET_PERIOD: Duration = Duration::from_secs(3);
+const MAX_QUIET_WAITS: u32 = 20;
 
 /// The name of the list of pods.
 const INDEX: &str = "index";
@@ -36,8 +36,8 @@ const OWN: &str = "own";
 /// The name of the time when an apiserver answered last. The interval at which that time is written. The age at which
 /// sealed values become invalid.
 const APISERVER: &str = "apiserver";
-const NOTED: SignedDuration = SignedDuration::from_hours(1);
-const COUNTS: SignedDuration = SignedDuration::from_hours(7 * 24);
+const CONFIRMED_INTERVAL: SignedDuration = SignedDuration::from_hours(1);
+const MAX_AGE: SignedDuration = SignedDuration::from_hours(7 * 24);
 
 type Name = (Kind, String);
 
@@ -50,18 +50,18 @@ struct Inner {
     /// Values to write; `None` removes the value.
     waiting: Mutex<BTreeMap<Name, Option<Vec<u8>>>>,
     /// Digests of accepted values, so that only changes are written.
-    taken: Mutex<BTreeMap<Name, u64>>,
+    accepted: Mutex<BTreeMap<Name, u64>>,
     services: Vec<Arc<Service>>,
-    cut_off: AtomicBool,
+    offline: AtomicBool,
     /// Whether values of other pods than static ones are sealed.
     keeps_pods: bool,
     clock: Clock,
     /// When an apiserver answered last, in seconds since 1970; and the time that was written.
     confirmed: AtomicI64,
-    noted: AtomicI64,
+    confirmed_written: AtomicI64,
     /// For these kinds, only these names are still needed.
     needed: Mutex<Option<BTreeMap<Kind, BTreeSet<String>>>>,
-    news: Notify,
+    changed: Notify,
 }
 
 fn digest(bytes: &[u8]) -> u64 {
@@ -78,7 +78,7 @@ impl Keeper {
         // A vault without this time is valid from now.
         let now = clock.now().as_second();
         let confirmed = vault.get(Kind::Confirmed, APISERVER).unwrap_or(now);
-        let is_old = now - confirmed > COUNTS.as_secs();
+        let is_old = now - confirmed > MAX_AGE.as_secs();
         if is_old {
             tracing::warn!(
                 days = (now - confirmed) / 86_400,
@@ -104,15 +104,15 @@ impl Keeper {
         let keeper = Keeper(Arc::new(Inner {
             vault,
             waiting: Mutex::default(),
-            taken: Mutex::default(),
+            accepted: Mutex::default(),
             services,
-            cut_off: AtomicBool::new(false),
+            offline: AtomicBool::new(false),
             keeps_pods,
             clock,
             confirmed: AtomicI64::new(confirmed),
-            noted: AtomicI64::new(0),
+            confirmed_written: AtomicI64::new(0),
             needed: Mutex::default(),
-            news: Notify::new(),
+            changed: Notify::new(),
         }));
         tokio::spawn(write(keeper.clone()));
         keeper
@@ -120,22 +120,22 @@ impl Keeper {
 
     /// Whether the API has not answered since the start.
     #[must_use]
-    pub fn is_cut_off(&self) -> bool {
-        self.0.cut_off.load(Ordering::Relaxed)
+    pub fn is_offline(&self) -> bool {
+        self.0.offline.load(Ordering::Relaxed)
     }
 
     /// Sets whether the API has not answered since the start.
-    pub fn set_cut_off(&self, cut_off: bool) {
-        self.0.cut_off.store(cut_off, Ordering::Relaxed);
+    pub fn set_offline(&self, offline: bool) {
+        self.0.offline.store(offline, Ordering::Relaxed);
     }
 
     /// Records that an apiserver has answered: the sealed values are up to date.
     pub fn confirm(&self) {
         let now = self.0.clock.now().as_second();
         self.0.confirmed.store(now, Ordering::Relaxed);
-        let noted = self.0.noted.load(Ordering::Relaxed);
-        if (now - noted).abs() >= NOTED.as_secs() {
-            self.0.noted.store(now, Ordering::Relaxed);
+        let confirmed_written = self.0.confirmed_written.load(Ordering::Relaxed);
+        if (now - confirmed_written).abs() >= CONFIRMED_INTERVAL.as_secs() {
+            self.0.confirmed_written.store(now, Ordering::Relaxed);
             self.put(Kind::Confirmed, APISERVER, &now);
         }
     }
@@ -143,10 +143,10 @@ impl Keeper {
     /// Whether the last answer of an apiserver is so old that the sealed values are no longer valid.
     fn is_old(&self) -> bool {
         let confirmed = self.0.confirmed.load(Ordering::Relaxed);
-        self.0.clock.now().as_second() - confirmed > COUNTS.as_secs()
+        self.0.clock.now().as_second() - confirmed > MAX_AGE.as_secs()
     }
 
-    fn keeps(&self, kind: Kind) -> bool {
+    fn seals(&self, kind: Kind) -> bool {
         self.0.keeps_pods || kind.is_for_static_pods()
     }
 
@@ -210,26 +210,26 @@ impl Keeper {
     /// Seals a value soon, if it has changed.
     pub fn put(&self, kind: Kind, name: &str, value: &impl Serialize) {
         let Some(content) = self
-            .keeps(kind)
+            .seals(kind)
             .then(|| Vault::content(name, value).ok())
             .flatten()
         else {
             return;
         };
         let (name, digest) = ((kind, name.to_owned()), digest(&content));
-        let before = lock(&self.0.taken).insert(name.clone(), digest);
+        let before = lock(&self.0.accepted).insert(name.clone(), digest);
         if before != Some(digest) {
             lock(&self.0.waiting).insert(name, Some(content));
-            self.0.news.notify_one();
+            self.0.changed.notify_one();
         }
     }
 
     /// Removes the value that was sealed under a name.
     pub fn remove(&self, kind: Kind, name: &str) {
         let name = (kind, name.to_owned());
-        if lock(&self.0.taken).remove(&name).is_some() {
+        if lock(&self.0.accepted).remove(&name).is_some() {
             lock(&self.0.waiting).insert(name, None);
-            self.0.news.notify_one();
+            self.0.changed.notify_one();
         }
     }
 
@@ -240,16 +240,16 @@ impl Keeper {
                 .get(&name.0)
                 .is_some_and(|names| !names.contains(&name.1))
         };
-        lock(&self.0.taken).retain(|name, _| !unneeded(name));
+        lock(&self.0.accepted).retain(|name, _| !unneeded(name));
         lock(&self.0.waiting).retain(|name, _| !unneeded(name));
         *lock(&self.0.needed) = Some(needed);
-        self.0.news.notify_one();
+        self.0.changed.notify_one();
     }
 
     /// Returns the value that was sealed under a name, or is about to be.
     #[must_use]
     pub fn get<T: DeserializeOwned>(&self, kind: Kind, name: &str) -> Option<T> {
-        if !self.keeps(kind) || self.is_old() {
+        if !self.seals(kind) || self.is_old() {
             return None;
         }
         let waiting = lock(&self.0.waiting).get(&(kind, name.to_owned())).cloned();
@@ -262,10 +262,10 @@ impl Keeper {
 
 async fn write(keeper: Keeper) {
     loop {
-        keeper.0.news.notified().await;
+        keeper.0.changed.notified().await;
         // Waits until a burst is over, with a limit.
-        for _ in 0..AT_MOST {
-            if tokio::time::timeout(QUIET, keeper.0.news.notified())
+        for _ in 0..MAX_QUIET_WAITS {
+            if tokio::time::timeout(QUIET_PERIOD, keeper.0.changed.notified())
                 .await
                 .is_err()
             {
@@ -349,7 +349,7 @@ pub async fn follow(
 ) {
     let mut changes = pods.changes();
     pods.synced().await;
-    keeper.set_cut_off(false);
+    keeper.set_offline(false);
     let mut known: BTreeMap<String, Option<String>> = BTreeMap::new();
     let mut first = true;
     loop {
@@ -389,6 +389,6 @@ pub async fn follow(
             return std::future::pending().await;
         }
         // Statuses change often while pods start; one pass after that is enough.
-        tokio::time::sleep(QUIET).await;
+        tokio::time::sleep(QUIET_PERIOD).await;
     }
 }

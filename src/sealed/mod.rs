@@ -112,7 +112,7 @@ impl Vault {
         for kind in Kind::ALL {
             make(&dir.join(kind.dir()))?;
         }
-        let beside = dir.join("key");
+        let key_file = dir.join("key");
         let given = match credential {
             Some(path) => read_key(
                 path,
@@ -123,16 +123,16 @@ impl Vault {
         let bytes = match given {
             Some(bytes) => {
                 // Values sealed with the old key are sealed again with the other one.
-                if_there(fs::remove_file(&beside))
-                    .with_context(|| format!("{} cannot be removed", beside.display()))?;
+                ignore_missing(fs::remove_file(&key_file))
+                    .with_context(|| format!("{} cannot be removed", key_file.display()))?;
                 bytes
             }
             None => match read_key(
-                &beside,
+                &key_file,
                 "remove it; data that was sealed with it is sealed again with a new key",
             )? {
                 Some(bytes) => bytes,
-                None => new_key(&beside)?,
+                None => new_key(&key_file)?,
             },
         };
         let key = RandomizedNonceKey::new(&AES_256_GCM, &bytes).map_err(|_| {
@@ -215,7 +215,7 @@ impl Vault {
 
     /// Removes the value that was sealed under a name. Blocking.
     pub fn remove(&self, kind: Kind, name: &str) -> io::Result<()> {
-        if_there(fs::remove_file(self.path(kind, name)))
+        ignore_missing(fs::remove_file(self.path(kind, name)))
     }
 }
 
@@ -250,7 +250,7 @@ fn new_key(path: &Path) -> anyhow::Result<Vec<u8>> {
 }
 
 /// Treats the removal of a missing file as success.
-fn if_there(removed: io::Result<()>) -> io::Result<()> {
+fn ignore_missing(removed: io::Result<()>) -> io::Result<()> {
     match removed {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
@@ -269,7 +269,7 @@ pub fn start(
     clock: Clock,
 ) -> anyhow::Result<Option<Keeper>> {
     if !offline.keeps_any() {
-        if_there(fs::remove_dir_all(dir))
+        ignore_missing(fs::remove_dir_all(dir))
             .with_context(|| format!("{} cannot be removed", dir.display()))?;
         return Ok(None);
     }

@@ -11,7 +11,7 @@ use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::{Mode, fstat};
 
 /// The number of topmost directories that stay open.
-const HELD: usize = 64;
+const MAX_OPEN_DIRS: usize = 64;
 
 /// Flags to open a pod's directories; symlinks are not followed.
 pub(super) const FLAGS: OFlag = OFlag::O_RDONLY
@@ -65,7 +65,7 @@ impl<T> Descent<T> {
         let identity = identity(self.here())?;
         let left = std::mem::replace(&mut self.here, dir);
         self.above.push(Level {
-            dir: (self.above.len() < HELD).then_some(left),
+            dir: (self.above.len() < MAX_OPEN_DIRS).then_some(left),
             identity,
             below: std::mem::replace(&mut self.below, below),
         });
@@ -91,7 +91,7 @@ impl<T> Descent<T> {
                 }
                 Err(error) => outcome = Err(error),
             }
-            self.above.truncate(HELD);
+            self.above.truncate(MAX_OPEN_DIRS);
             match self.above.pop() {
                 Some(held) => level = held,
                 None => return outcome,
@@ -142,18 +142,21 @@ pub(super) mod tests {
     #[test]
     fn a_directory_moved_during_the_walk_is_an_error() {
         let dir = tempfile::tempdir().expect("a directory");
-        deep(dir.path(), HELD + 4);
+        deep(dir.path(), MAX_OPEN_DIRS + 4);
         let open = |dir: BorrowedFd<'_>| openat(dir, "deep", FLAGS, Mode::empty()).expect("open");
         let top = nix::fcntl::open(dir.path(), FLAGS, Mode::empty()).expect("open");
         let mut descent = Descent::new(top, vec![0]);
-        for depth in 1..=HELD + 4 {
+        for depth in 1..=MAX_OPEN_DIRS + 4 {
             let below = open(descent.here());
             descent.enter(below, vec![depth]).expect("entered");
         }
         let held = descent.above.iter().filter(|l| l.dir.is_some()).count();
-        assert_eq!(held, HELD, "the number of open directories is limited");
+        assert_eq!(
+            held, MAX_OPEN_DIRS,
+            "the number of open directories is limited"
+        );
         assert!(descent.leave().expect("up"));
-        assert_eq!(descent.next(), Some(HELD + 3));
+        assert_eq!(descent.next(), Some(MAX_OPEN_DIRS + 3));
         // Move the current directory to the top. Its new parent is not the one from which the traversal came.
         let here = format!(
             "/proc/self/fd/{}",
@@ -165,10 +168,10 @@ pub(super) mod tests {
         assert_eq!(lost.kind(), io::ErrorKind::Interrupted);
         assert_eq!(
             descent.next(),
-            Some(HELD - 1),
+            Some(MAX_OPEN_DIRS - 1),
             "the lowest directory that is still open"
         );
-        for depth in (0..HELD - 1).rev() {
+        for depth in (0..MAX_OPEN_DIRS - 1).rev() {
             assert!(descent.leave().expect("up"));
             assert_eq!(descent.next(), Some(depth));
         }

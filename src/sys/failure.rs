@@ -133,9 +133,9 @@ mod tests {
                 HostError::from(io::Error::from(errno)),
             ] {
                 let cause = error.message.clone();
-                let told = doing("/v cannot be read")(error);
-                assert_eq!(told.kind, kind, "{errno}");
-                assert_eq!(told.to_string(), format!("/v cannot be read: {cause}"));
+                let described = doing("/v cannot be read")(error);
+                assert_eq!(described.kind, kind, "{errno}");
+                assert_eq!(described.to_string(), format!("/v cannot be read: {cause}"));
             }
         }
         let waits = doing("v")(HostError::under_way("mkfs has been running for 10s"));

@@ -17,7 +17,7 @@ use super::memory_notice::registered;
 pub const DEVICE: &str = "/dev/kmsg";
 /// The size limit of a line in bytes, above that of the kernel's
 /// longest record. The beginning of a longer line is dropped.
-const LONGEST: usize = 16 << 10;
+const MAX_RECORD_BYTES: usize = 16 << 10;
 
 /// The kernel log, from the time of opening.
 pub struct KernelLog {
@@ -51,7 +51,7 @@ impl KernelLog {
                 let line: Vec<u8> = self.read.drain(..=end).collect();
                 return Ok(String::from_utf8_lossy(&line[..end]).into_owned());
             }
-            if self.read.len() > LONGEST {
+            if self.read.len() > MAX_RECORD_BYTES {
                 self.read.clear();
             }
             self.fill().await?;
@@ -60,7 +60,7 @@ impl KernelLog {
 
     async fn fill(&mut self) -> io::Result<()> {
         let mut ready = self.fd.readable().await?;
-        let mut some = [0; LONGEST];
+        let mut some = [0; MAX_RECORD_BYTES];
         match read(self.fd.get_ref(), &mut some) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(length) => self.read.extend_from_slice(&some[..length]),
@@ -105,7 +105,7 @@ mod tests {
             other.write_all(&flood).expect("written");
             other.write_all(b"\n6,3,2,-;three\n").expect("written");
         });
-        assert!(log.next().await.expect("a line").len() <= 2 * LONGEST);
+        assert!(log.next().await.expect("a line").len() <= 2 * MAX_RECORD_BYTES);
         assert_eq!(log.next().await.expect("a line"), "6,3,2,-;three");
         writer.join().expect("written");
         let ended = log.next().await.map_err(|e| e.kind());

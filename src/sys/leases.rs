@@ -35,12 +35,12 @@ impl From<Finding> for Released {
     }
 }
 
-fn repair_all(attachments: &Attachments, patience: Duration) -> io::Result<Vec<Released>> {
+fn repair_all(attachments: &Attachments, min_age: Duration) -> io::Result<Vec<Released>> {
     let mut released = vec![];
     for network in &attachments.networks {
         let request = Request {
             data_dir: network.data_dir.clone(),
-            patience,
+            min_age,
             ..Request::default()
         };
         let found = repair(&request, &network.name, &attachments.sandboxes);
@@ -51,21 +51,21 @@ fn repair_all(attachments: &Attachments, patience: Duration) -> io::Result<Vec<R
 }
 
 /// Releases the addresses of sandboxes that the runtime no longer
-/// has, unless they were reserved less than `patience` ago.
+/// has, unless they were reserved less than `min_age` ago.
 ///
 /// # Errors
 ///
 /// A store cannot be read or changed. Addresses that were already released stay released.
 pub async fn release_orphaned(
     attachments: Attachments,
-    patience: Duration,
+    min_age: Duration,
 ) -> io::Result<Vec<Released>> {
     let (answer, answered) = oneshot::channel();
     // On a separate thread, because it enters network namespaces,
     // and because a hanging plugin may hold the lock of a store.
     let work = move || {
         // The receiver is dropped only when the agent stops.
-        _ = answer.send(repair_all(&attachments, patience));
+        _ = answer.send(repair_all(&attachments, min_age));
     };
     std::thread::Builder::new()
         .name("leases".into())

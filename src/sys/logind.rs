@@ -26,9 +26,10 @@ const DELAY_FILE: &str = "99-kubelet.conf";
 const UNIT: &str = "systemd-logind.service";
 /// The signal on which logind reloads its configuration.
 const SIGHUP: i32 = 1;
-/// Maximum number of checks whether logind has reloaded. The pause doubles after each, starting at [`LOOK`].
-const LOOKS: u32 = 5;
-const LOOK: Duration = Duration::from_millis(100);
+/// Maximum number of checks whether logind has reloaded. The
+/// pause doubles after each, starting at [`FIRST_CHECK_PAUSE`].
+const MAX_CHECKS: u32 = 5;
+const FIRST_CHECK_PAUSE: Duration = Duration::from_millis(100);
 
 /// The error of logind when an inhibitor is requested during a shutdown.
 const IN_PROGRESS: &str = "org.freedesktop.login1.OperationInProgress";
@@ -38,10 +39,10 @@ const IN_PROGRESS: &str = "org.freedesktop.login1.OperationInProgress";
 pub enum LogindError {
     /// A shutdown is in progress; new inhibitors have no effect.
     #[error("a shutdown is in progress")]
-    UnderWay,
+    InProgress,
     /// The bus did not answer in time.
     #[error("the system's D-Bus does not respond")]
-    Silent,
+    NoReply,
     /// A D-Bus call failed.
     #[error("{what}: {why}")]
     Call {
@@ -63,7 +64,9 @@ pub enum LogindError {
 /// Maps a failed call to an error.
 fn failed(what: &'static str) -> impl FnOnce(zbus::Error) -> LogindError {
     move |why| match &why {
-        zbus::Error::MethodError(name, ..) if name.as_str() == IN_PROGRESS => LogindError::UnderWay,
+        zbus::Error::MethodError(name, ..) if name.as_str() == IN_PROGRESS => {
+            LogindError::InProgress
+        }
         _ => LogindError::Call { what, why },
     }
 }
@@ -81,7 +84,7 @@ pub trait Announcer: Send + Sync + 'static {
 /// A subscription to shutdown announcements.
 #[async_trait]
 pub trait Announcements: Send {
-    /// Takes an inhibitor. Fails during a shutdown ([`LogindError::UnderWay`]).
+    /// Takes an inhibitor. Fails during a shutdown ([`LogindError::InProgress`]).
     async fn inhibit(&mut self) -> Result<Inhibitor, LogindError>;
     /// Whether a shutdown is in progress.
     async fn is_shutting_down(&mut self) -> Result<bool, LogindError>;
@@ -158,8 +161,8 @@ impl Logind {
         reload.await.map_err(failed(
             "requesting logind to reload its configuration failed",
         ))?;
-        let mut pause = LOOK;
-        for _ in 0..LOOKS {
+        let mut pause = FIRST_CHECK_PAUSE;
+        for _ in 0..MAX_CHECKS {
             tokio::time::sleep(pause).await;
             if delay(login).await? >= needed {
                 break;
@@ -196,7 +199,7 @@ impl Announcer for Logind {
     async fn listen(&self, needed: Duration) -> Result<Box<dyn Announcements>, LogindError> {
         let connection = tokio::time::timeout(REPLY_TIMEOUT, self.connect()).await;
         let connection = connection
-            .map_err(|_| LogindError::Silent)?
+            .map_err(|_| LogindError::NoReply)?
             .map_err(failed("the system's D-Bus cannot be reached"))?;
         let listen = async {
             let login = LoginProxy::new(&connection).await?;

@@ -56,10 +56,10 @@ fn watch_growth(cgroup: &str, by: u64) -> io::Result<AsyncFd<OwnedFd>> {
         .trim()
         .parse()
         .map_err(io::Error::other)?;
-    let told = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+    let eventfd = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
     let text = format!(
         "{} {} {}",
-        told.as_raw_fd(),
+        eventfd.as_raw_fd(),
         usage.as_raw_fd(),
         used.saturating_add(by)
     );
@@ -67,7 +67,7 @@ fn watch_growth(cgroup: &str, by: u64) -> io::Result<AsyncFd<OwnedFd>> {
         .write(true)
         .open(dir.join("cgroup.event_control"))?
         .write_all(text.as_bytes())?;
-    registered(told.into(), Interest::READABLE)
+    registered(eventfd.into(), Interest::READABLE)
 }
 
 /// Returns on the next notification. If no more can come, never returns.
@@ -163,7 +163,7 @@ mod tests {
         grow(4);
         let early = tokio::time::timeout(Duration::from_millis(200), notices.next()).await;
         grow(124);
-        let told = tokio::time::timeout(Duration::from_secs(60), notices.next()).await;
+        let noticed = tokio::time::timeout(Duration::from_secs(60), notices.next()).await;
         sort.kill().expect("killed");
         sort.wait().expect("ended");
         drop(notices);
@@ -173,7 +173,7 @@ mod tests {
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        assert!(early.is_err() && told.is_ok(), "{early:?} {told:?}");
+        assert!(early.is_err() && noticed.is_ok(), "{early:?} {noticed:?}");
     }
 
     #[tokio::test(start_paused = true)]
@@ -182,7 +182,7 @@ mod tests {
             stalls: None,
             grown: vec![],
         };
-        let told = tokio::time::timeout(Duration::from_secs(3600), notices.next()).await;
-        assert!(told.is_err());
+        let noticed = tokio::time::timeout(Duration::from_secs(3600), notices.next()).await;
+        assert!(noticed.is_err());
     }
 }

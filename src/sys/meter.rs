@@ -22,12 +22,12 @@ use super::mount;
 
 const ROOT: &str = "/sys/fs/cgroup";
 /// The size limit for reading a kernel file, in bytes.
-const MOST_TEXT: u64 = 1 << 20;
+const MAX_TEXT_BYTES: u64 = 1 << 20;
 /// Limits for counting descriptors: processes of a cgroup, and descriptors of a process.
-const MOST_PROCESSES: usize = 256;
-const MOST_DESCRIPTORS: usize = 4096;
+const MAX_PROCESSES: usize = 256;
+const MAX_DESCRIPTORS: usize = 4096;
 /// Maximum number of filesystems of the machine to query.
-const MOST_FILESYSTEMS: usize = 64;
+const MAX_FILESYSTEMS: usize = 64;
 
 /// An open cgroup directory. Resolving a path from the root costs more than reading a file.
 struct Group(OwnedFd);
@@ -43,7 +43,7 @@ impl Group {
         let file = File::from(openat(&self.0, file, flags, Mode::empty()).ok()?);
         let mut text = String::with_capacity(2048);
         // If the accounting of a file is disabled, the kernel returns an error on reading.
-        file.take(MOST_TEXT).read_to_string(&mut text).ok()?;
+        file.take(MAX_TEXT_BYTES).read_to_string(&mut text).ok()?;
         Some(text)
     }
 }
@@ -134,7 +134,7 @@ pub fn processes_of(path: &str, depth: Depth, with_interfaces: bool) -> Processe
 
 /// The number of open descriptors of processes, and of sockets among them.
 fn descriptors(members: &[u32]) -> Option<(u64, u64)> {
-    if members.len() > MOST_PROCESSES {
+    if members.len() > MAX_PROCESSES {
         return None;
     }
     let (mut all, mut sockets) = (0, 0);
@@ -147,7 +147,7 @@ fn descriptors(members: &[u32]) -> Option<(u64, u64)> {
         };
         // Since Linux 6.2, the directory's size is the number of descriptors, which avoids listing too many.
         let size = fstatat(&dir, ".", AtFlags::empty()).map_or(0, |stat| stat.st_size);
-        if usize::try_from(size).is_ok_and(|size| size > MOST_DESCRIPTORS) {
+        if usize::try_from(size).is_ok_and(|size| size > MAX_DESCRIPTORS) {
             return None;
         }
         let names: Vec<_> = dir
@@ -155,14 +155,14 @@ fn descriptors(members: &[u32]) -> Option<(u64, u64)> {
             .filter_map(Result::ok)
             .map(|entry| entry.file_name().to_owned())
             .filter(|name| !name.to_bytes().starts_with(b"."))
-            .take(MOST_DESCRIPTORS + 1)
+            .take(MAX_DESCRIPTORS + 1)
             .collect();
         for name in names {
             all += 1;
             let link = readlinkat(&dir, name.as_c_str()).unwrap_or_default();
             sockets += u64::from(link.as_encoded_bytes().starts_with(b"socket:"));
         }
-        if all > MOST_DESCRIPTORS as u64 {
+        if all > MAX_DESCRIPTORS as u64 {
             return None;
         }
     }
@@ -225,7 +225,7 @@ fn filesystems(root: &str) -> Vec<Filesystem> {
             known.entry(device).or_insert(mount.point);
         }
     }
-    let known = known.into_iter().take(MOST_FILESYSTEMS);
+    let known = known.into_iter().take(MAX_FILESYSTEMS);
     let room = |(device, point): (String, std::path::PathBuf)| {
         let room = Room::of(&point).ok()?;
         Some(Filesystem { device, room })
@@ -421,6 +421,6 @@ mod tests {
         let (all, sockets) = descriptors(&[std::process::id()]).unwrap();
         assert!(all > sockets && sockets >= 1, "{all} {sockets}");
         assert_eq!(descriptors(&[u32::MAX]), Some((0, 0)));
-        assert_eq!(descriptors(&vec![1; MOST_PROCESSES + 1]), None);
+        assert_eq!(descriptors(&vec![1; MAX_PROCESSES + 1]), None);
     }
 }

@@ -3,6 +3,7 @@
 pub mod addresses;
 pub mod atomic_dir;
 pub mod beneath;
+pub mod blocking_calls;
 pub mod cgroup;
 pub mod clock;
 mod descent;
@@ -21,7 +22,6 @@ pub mod meter;
 pub mod mount;
 pub mod netns;
 pub mod ownership;
-pub mod patient;
 pub mod ports;
 pub mod process;
 pub mod quota;

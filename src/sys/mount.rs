@@ -330,14 +330,14 @@ pub fn restrict(dir: &Path, options: &[String]) -> io::Result<()> {
     if options.is_empty() {
         return Ok(());
     }
-    let asked = |name: &str| options.iter().flat_map(|o| o.split(',')).any(|o| o == name);
+    let is_requested = |name: &str| options.iter().flat_map(|o| o.split(',')).any(|o| o == name);
     let there = statvfs(dir)?.flags();
     let mut flags = MsFlags::MS_REMOUNT | MsFlags::MS_BIND;
     let mut is_new = false;
     for (name, flag, has) in OWN {
         let has = there.contains(has);
-        is_new |= asked(name) && !has;
-        flags.set(flag, asked(name) || has);
+        is_new |= is_requested(name) && !has;
+        flags.set(flag, is_requested(name) || has);
     }
     if is_new {
         mount(None::<&str>, dir, None::<&str>, flags, None::<&str>)?;

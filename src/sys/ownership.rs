@@ -34,13 +34,13 @@ fn wanted(stat: &FileStat, read_only: bool) -> u32 {
 
 /// The progress of a running ownership change.
 #[derive(Debug, Clone)]
-pub struct UnderWay {
+pub struct OwnershipProgress {
     /// The start time.
     pub begun: Instant,
     files: Arc<AtomicU64>,
 }
 
-impl UnderWay {
+impl OwnershipProgress {
     /// The number of files changed so far.
     #[must_use]
     pub fn files(&self) -> u64 {
@@ -49,55 +49,59 @@ impl UnderWay {
 }
 
 /// The running ownership changes by volume path.
-static UNDER_WAY: Mutex<BTreeMap<PathBuf, UnderWay>> = Mutex::new(BTreeMap::new());
+static RUNNING: Mutex<BTreeMap<PathBuf, OwnershipProgress>> = Mutex::new(BTreeMap::new());
 
-fn under_way_now() -> MutexGuard<'static, BTreeMap<PathBuf, UnderWay>> {
-    lock(&UNDER_WAY)
+fn running() -> MutexGuard<'static, BTreeMap<PathBuf, OwnershipProgress>> {
+    lock(&RUNNING)
 }
 
 /// The progress of the ownership change of a volume, if one is running.
 #[must_use]
-pub fn under_way(root: &Path) -> Option<UnderWay> {
-    under_way_now().get(root).cloned()
+pub fn progress(root: &Path) -> Option<OwnershipProgress> {
+    running().get(root).cloned()
 }
 
 /// A running ownership change.
-struct Giving<'a> {
+struct OwnershipChange<'a> {
     root: &'a Path,
-    given: Arc<AtomicU64>,
+    changed: Arc<AtomicU64>,
     stop: &'a dyn Fn() -> bool,
 }
 
-impl<'a> Giving<'a> {
-    fn begin(root: &'a Path, stop: &'a dyn Fn() -> bool) -> Giving<'a> {
-        let given = Arc::new(AtomicU64::new(0));
-        let far = UnderWay {
+impl<'a> OwnershipChange<'a> {
+    fn begin(root: &'a Path, stop: &'a dyn Fn() -> bool) -> OwnershipChange<'a> {
+        let changed = Arc::new(AtomicU64::new(0));
+        let progress = OwnershipProgress {
             begun: Instant::now(),
-            files: Arc::clone(&given),
+            files: Arc::clone(&changed),
         };
-        under_way_now().insert(root.into(), far);
-        Giving { root, given, stop }
+        running().insert(root.into(), progress);
+        OwnershipChange {
+            root,
+            changed,
+            stop,
+        }
     }
 
     /// Counts a changed file. Fails if the change is to stop.
     fn count(&mut self) -> io::Result<()> {
-        let given = self.given.fetch_add(1, Ordering::Relaxed) + 1;
+        let changed = self.changed.fetch_add(1, Ordering::Relaxed) + 1;
         if (self.stop)() {
-            let why = format!("stopped after {given} files");
+            let why = format!("stopped after {changed} files");
             return Err(io::Error::new(io::ErrorKind::Interrupted, why));
         }
         Ok(())
     }
 }
 
-impl Drop for Giving<'_> {
+impl Drop for OwnershipChange<'_> {
     fn drop(&mut self) {
-        under_way_now().remove(self.root);
+        running().remove(self.root);
     }
 }
 
 /// Sets group and mode of an open file, which may be an O_PATH handle.
-fn give(fd: BorrowedFd<'_>, group: u32, read_only: bool) -> io::Result<()> {
+fn set_file_group(fd: BorrowedFd<'_>, group: u32, read_only: bool) -> io::Result<()> {
     let stat = fstat(fd)?;
     if stat.st_gid != group {
         fchownat(
@@ -177,7 +181,12 @@ fn open(dir: BorrowedFd<'_>, (name, kind): &Name) -> io::Result<Found> {
 }
 
 /// Changes everything below a directory, at any depth. Changes each directory after its contents.
-fn walk(top: OwnedFd, group: u32, read_only: bool, giving: &mut Giving<'_>) -> io::Result<()> {
+fn walk(
+    top: OwnedFd,
+    group: u32,
+    read_only: bool,
+    change: &mut OwnershipChange<'_>,
+) -> io::Result<()> {
     let names = list(top.as_fd())?;
     let (mut descent, mut depth) = (Descent::new(top, names), 0_u64);
     loop {
@@ -190,15 +199,15 @@ fn walk(top: OwnedFd, group: u32, read_only: bool, giving: &mut Giving<'_>) -> i
                     depth += 1;
                 }
                 Found::Other(held) => {
-                    give(held.as_fd(), group, read_only)?;
-                    giving.count()?;
+                    set_file_group(held.as_fd(), group, read_only)?;
+                    change.count()?;
                 }
             },
             // The caller changes the top directory at the end.
             None if depth == 0 => return Ok(()),
             None => {
-                give(descent.here(), group, read_only)?;
-                giving.count()?;
+                set_file_group(descent.here(), group, read_only)?;
+                change.count()?;
                 descent.leave()?;
                 depth -= 1;
             }
@@ -227,9 +236,9 @@ pub fn set_group(
     if on_mismatch && stat.st_gid == group && stat.st_mode & bits == bits {
         return Ok(false);
     }
-    let mut giving = Giving::begin(root, stop);
-    walk(dir.try_clone()?, group, read_only, &mut giving)?;
-    give(dir.as_fd(), group, read_only)?;
+    let mut change = OwnershipChange::begin(root, stop);
+    walk(dir.try_clone()?, group, read_only, &mut change)?;
+    set_file_group(dir.as_fd(), group, read_only)?;
     Ok(true)
 }
 
@@ -280,11 +289,11 @@ mod tests {
         set_group(root, 4242, false, true, &|| false).expect("given");
         assert_eq!(stat("a/b/f").gid(), 4242);
         // A stopped change leaves the root unchanged, and is repeated as a whole.
-        let asked = std::cell::Cell::new(0);
-        let stop = || asked.replace(asked.get() + 1) > 0;
+        let calls = std::cell::Cell::new(0);
+        let stop = || calls.replace(calls.get() + 1) > 0;
         let stopped = set_group(root, 4343, true, false, &stop);
         assert!(stopped.is_err_and(|e| e.kind() == io::ErrorKind::Interrupted));
-        assert_eq!((asked.get(), stat("").gid()), (2, 4242));
+        assert_eq!((calls.get(), stat("").gid()), (2, 4242));
         set_group(root, 4343, true, false, &|| false).expect("given");
         assert_eq!((stat("").gid(), stat("a/b/f").gid()), (4343, 4343));
     }
@@ -301,17 +310,17 @@ mod tests {
         std::fs::create_dir_all(top.join("a/b")).expect("mkdir");
         // The process's own group, so that the test works without root. The modes show what was changed.
         let group = nix::unistd::getegid().as_raw();
-        let asked = std::sync::atomic::AtomicU64::new(0);
+        let calls = std::sync::atomic::AtomicU64::new(0);
         let count = || {
-            asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
             false
         };
-        let given = with_a_small_stack(|| set_group(&top, group, false, false, &count));
+        let changed = with_a_small_stack(|| set_group(&top, group, false, false, &count));
         let modes = [top.clone(), top.join("deep/deep"), top.join("a/b")]
             .map(|path| std::fs::metadata(path).expect("stat").mode() & 0o2770);
         assert_eq!(remove_tree(&top), Ok(()));
-        assert!(given.is_ok(), "{given:?}");
-        assert_eq!(asked.into_inner(), 5000 + 1 + 2);
+        assert!(changed.is_ok(), "{changed:?}");
+        assert_eq!(calls.into_inner(), 5000 + 1 + 2);
         assert_eq!(modes, [0o2770; 3]);
     }
 }

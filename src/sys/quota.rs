@@ -56,7 +56,7 @@ fn open(dir: &Path) -> io::Result<OwnedFd> {
 /// The usage of a project on the filesystem of an open directory; `None` if the filesystem does not track it.
 fn count(dir: &OwnedFd, project: u32) -> Option<Usage> {
     // SAFETY: all of it is numbers, for which zero is a value.
-    let mut told: libc::dqblk = unsafe { std::mem::zeroed() };
+    let mut quota: libc::dqblk = unsafe { std::mem::zeroed() };
     let command = (Q_GETQUOTA << 8) | PROJECT_QUOTA;
     // SAFETY: the kernel writes one `dqblk`, for which there is room, and keeps no address.
     let result = unsafe {
@@ -65,13 +65,13 @@ fn count(dir: &OwnedFd, project: u32) -> Option<Usage> {
             dir.as_raw_fd(),
             command,
             project,
-            &raw mut told,
+            &raw mut quota,
         )
     };
     match nix::errno::Errno::result(result) {
         Ok(_) => Some(Usage {
-            bytes: told.dqb_curspace,
-            inodes: told.dqb_curinodes,
+            bytes: quota.dqb_curspace,
+            inodes: quota.dqb_curinodes,
         }),
         // Some filesystems do not know a project without files.
         Err(nix::errno::Errno::ENOENT) => Some(Usage::default()),

@@ -26,7 +26,7 @@ const BATCH: usize = 1024;
 /// Maximum number of paths in an error.
 const NAMED: usize = 8;
 /// If more names than this stay in a directory, the rest of the directory stays as well.
-const STAYING: usize = 1000;
+const MAX_KEPT_NAMES: usize = 1000;
 
 /// Why an object could not be removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,14 +39,14 @@ pub enum Reason {
 
 /// The paths that could not be removed. The rest of the tree was removed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Left {
+pub struct RemovalError {
     /// The first few paths.
     pub places: Vec<(PathBuf, Reason)>,
     /// The total number.
     pub count: usize,
 }
 
-impl fmt::Display for Left {
+impl fmt::Display for RemovalError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (n, (path, reason)) in self.places.iter().enumerate() {
             let separator = if n == 0 { "" } else { "; " };
@@ -71,7 +71,7 @@ impl fmt::Display for Left {
     }
 }
 
-impl std::error::Error for Left {}
+impl std::error::Error for RemovalError {}
 
 /// A directory that is being emptied.
 struct Level {
@@ -79,7 +79,7 @@ struct Level {
     name: CString,
     names: Vec<CString>,
     /// Names that cannot be removed, and must not be tried again.
-    stays: BTreeSet<CString>,
+    kept: BTreeSet<CString>,
 }
 
 impl Level {
@@ -88,16 +88,16 @@ impl Level {
             dir: Dir::from_fd(dir)?,
             name,
             names: vec![],
-            stays: BTreeSet::new(),
+            kept: BTreeSet::new(),
         })
     }
 
     /// The next name to remove. Reads the directory again until it contains no other names.
     fn next(&mut self) -> Result<Option<CString>, Errno> {
-        if self.names.is_empty() && self.stays.len() < STAYING {
+        if self.names.is_empty() && self.kept.len() < MAX_KEPT_NAMES {
             for entry in self.dir.iter() {
                 let name = entry?.file_name().to_owned();
-                if ![c".", c".."].contains(&name.as_c_str()) && !self.stays.contains(&name) {
+                if ![c".", c".."].contains(&name.as_c_str()) && !self.kept.contains(&name) {
                     self.names.push(name);
                 }
                 if self.names.len() == BATCH {
@@ -113,28 +113,28 @@ impl Level {
 enum Outcome {
     Gone,
     NotEmpty(OwnedFd),
-    Stays(Reason),
+    Kept(Reason),
 }
 
 /// Removes a name, or opens it if it is a directory with contents.
 fn take(dir: BorrowedFd<'_>, name: &CStr) -> Outcome {
     match unlinkat(dir, name, UnlinkatFlags::NoRemoveDir) {
         Ok(()) | Err(Errno::ENOENT) => return Outcome::Gone,
-        Err(Errno::EBUSY) => return Outcome::Stays(Reason::Mounted),
+        Err(Errno::EBUSY) => return Outcome::Kept(Reason::Mounted),
         Err(Errno::EISDIR) => {}
-        Err(error) => return Outcome::Stays(Reason::Refused(error)),
+        Err(error) => return Outcome::Kept(Reason::Refused(error)),
     }
     match unlinkat(dir, name, UnlinkatFlags::RemoveDir) {
         Ok(()) | Err(Errno::ENOENT) => return Outcome::Gone,
-        Err(Errno::EBUSY) => return Outcome::Stays(Reason::Mounted),
+        Err(Errno::EBUSY) => return Outcome::Kept(Reason::Mounted),
         Err(Errno::ENOTEMPTY | Errno::EEXIST) => {}
-        Err(error) => return Outcome::Stays(Reason::Refused(error)),
+        Err(error) => return Outcome::Kept(Reason::Refused(error)),
     }
     match open_here(dir, path_of(name), OFlag::O_RDONLY | OFlag::O_DIRECTORY) {
         Ok(below) => Outcome::NotEmpty(below),
         Err(Errno::ENOENT) => Outcome::Gone,
-        Err(Errno::EXDEV) => Outcome::Stays(Reason::Mounted),
-        Err(error) => Outcome::Stays(Reason::Refused(error)),
+        Err(Errno::EXDEV) => Outcome::Kept(Reason::Mounted),
+        Err(error) => Outcome::Kept(Reason::Refused(error)),
     }
 }
 
@@ -147,12 +147,12 @@ struct Removal {
     parent: OwnedFd,
     top: PathBuf,
     levels: Vec<Level>,
-    left: Left,
+    left: RemovalError,
     moved: u64,
 }
 
 impl Removal {
-    fn stays(&mut self, name: &CString, reason: Reason) {
+    fn record_kept(&mut self, name: &CString, reason: Reason) {
         if self.left.places.len() < NAMED {
             let below = self.levels.iter().skip(1).map(|level| &level.name);
             let mut path = self.top.clone();
@@ -169,7 +169,7 @@ impl Removal {
     /// Records in the parent that a name stays.
     fn keep(&mut self, name: &CString) {
         if let Some(level) = self.levels.last_mut() {
-            level.stays.insert(name.clone());
+            level.kept.insert(name.clone());
         }
     }
 
@@ -180,11 +180,11 @@ impl Removal {
             .map_or(self.parent.as_fd(), |l| l.dir.as_fd());
         match take(dir, &name) {
             Outcome::Gone => {}
-            Outcome::Stays(reason) => self.stays(&name, reason),
+            Outcome::Kept(reason) => self.record_kept(&name, reason),
             Outcome::NotEmpty(_) if self.levels.len() >= DEPTH => self.move_up(&name),
             Outcome::NotEmpty(below) => match Level::new(below, name.clone()) {
                 Ok(level) => self.levels.push(level),
-                Err(error) => self.stays(&name, Reason::Refused(error)),
+                Err(error) => self.record_kept(&name, Reason::Refused(error)),
             },
         }
     }
@@ -208,24 +208,24 @@ impl Removal {
         };
         match moved {
             Ok(()) | Err(Errno::ENOENT) => {}
-            Err(error) => self.stays(name, Reason::Refused(error)),
+            Err(error) => self.record_kept(name, Reason::Refused(error)),
         }
     }
 
-    fn run(mut self, name: CString) -> Result<(), Left> {
+    fn run(mut self, name: CString) -> Result<(), RemovalError> {
         self.take(name);
         while let Some(level) = self.levels.last_mut() {
             match level.next() {
                 Ok(Some(name)) => self.take(name),
                 outcome => {
                     let failed = outcome.err();
-                    let Some(Level { name, stays, .. }) = self.levels.pop() else {
+                    let Some(Level { name, kept, .. }) = self.levels.pop() else {
                         break;
                     };
                     match failed {
-                        Some(error) => self.stays(&name, Reason::Refused(error)),
+                        Some(error) => self.record_kept(&name, Reason::Refused(error)),
                         // The paths below it were already reported.
-                        None if !stays.is_empty() => self.keep(&name),
+                        None if !kept.is_empty() => self.keep(&name),
                         None => self.end(&name),
                     }
                 }
@@ -246,9 +246,9 @@ impl Removal {
             .map_or(self.parent.as_fd(), |l| l.dir.as_fd());
         match unlinkat(dir, name.as_c_str(), UnlinkatFlags::RemoveDir) {
             Ok(()) | Err(Errno::ENOENT) => {}
-            Err(Errno::EBUSY) => self.stays(name, Reason::Mounted),
+            Err(Errno::EBUSY) => self.record_kept(name, Reason::Mounted),
             Err(Errno::ENOTEMPTY | Errno::EEXIST) if !self.levels.is_empty() => {}
-            Err(error) => self.stays(name, Reason::Refused(error)),
+            Err(error) => self.record_kept(name, Reason::Refused(error)),
         }
     }
 }
@@ -258,8 +258,8 @@ impl Removal {
 /// # Errors
 ///
 /// The paths that remain: mounts, and files that the kernel refuses to remove. All others were removed.
-pub fn remove_tree(path: &Path) -> Result<(), Left> {
-    let refused = |error: Errno| Left {
+pub fn remove_tree(path: &Path) -> Result<(), RemovalError> {
+    let refused = |error: Errno| RemovalError {
         places: vec![(path.into(), Reason::Refused(error))],
         count: 1,
     };
@@ -277,7 +277,7 @@ pub fn remove_tree(path: &Path) -> Result<(), Left> {
         parent,
         top: path.into(),
         levels: vec![],
-        left: Left::default(),
+        left: RemovalError::default(),
         moved: 0,
     };
     removal.run(name)

@@ -2,7 +2,7 @@
 
 use sd_notify::NotifyState;
 
-fn tell(state: NotifyState<'_>) {
+fn notify(state: NotifyState<'_>) {
     if let Err(error) = sd_notify::notify(&[state]) {
         tracing::warn!(%error, "notifying systemd of the agent's state failed");
     }
@@ -10,22 +10,22 @@ fn tell(state: NotifyState<'_>) {
 
 /// The agent is ready.
 pub fn ready() {
-    tell(NotifyState::Ready);
+    notify(NotifyState::Ready);
 }
 
 /// The agent stops on request.
 pub fn stopping() {
-    tell(NotifyState::Stopping);
+    notify(NotifyState::Stopping);
 }
 
 /// Sends keep-alive messages if the service manager has a watchdog.
 /// Runs as a task, so that a blocked runtime is detected.
-pub async fn alive() {
-    let Some(patience) = sd_notify::watchdog_enabled() else {
+pub async fn keep_watchdog_fed() {
+    let Some(timeout) = sd_notify::watchdog_enabled() else {
         return;
     };
     loop {
-        tell(NotifyState::Watchdog);
-        tokio::time::sleep(patience / 2).await;
+        notify(NotifyState::Watchdog);
+        tokio::time::sleep(timeout / 2).await;
     }
 }

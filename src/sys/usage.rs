@@ -16,7 +16,7 @@ use super::descent::{Descent, FLAGS};
 
 /// Number of files after which the walk pauses, and the duration of
 /// the pause, so that it does not monopolise disks and processors.
-const BREATH: (u64, Duration) = (2_000, Duration::from_millis(2));
+const PAUSE_EVERY: (u64, Duration) = (2_000, Duration::from_millis(2));
 
 /// The disk usage of a directory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -29,7 +29,7 @@ pub struct Usage {
 
 struct Walk {
     usage: Usage,
-    enough: u64,
+    stop_above: u64,
     device: u64,
     /// Inodes of files with several hard links, which count once.
     linked: HashSet<u64>,
@@ -45,8 +45,8 @@ impl Walk {
         }
         self.usage.bytes += u64::try_from(stat.st_blocks).unwrap_or(0) * 512;
         self.usage.inodes += 1;
-        if self.usage.inodes.is_multiple_of(BREATH.0) {
-            std::thread::sleep(BREATH.1);
+        if self.usage.inodes.is_multiple_of(PAUSE_EVERY.0) {
+            std::thread::sleep(PAUSE_EVERY.1);
         }
     }
 
@@ -67,7 +67,7 @@ impl Walk {
                 continue;
             }
             self.count(&stat);
-            if self.usage.bytes > self.enough {
+            if self.usage.bytes > self.stop_above {
                 break;
             }
             if stat.st_mode & libc::S_IFMT == libc::S_IFDIR {
@@ -80,7 +80,7 @@ impl Walk {
     fn tree(&mut self, top: OwnedFd) -> io::Result<()> {
         let below = self.list(top.as_fd())?;
         let mut descent = Descent::new(top, below);
-        while self.usage.bytes <= self.enough {
+        while self.usage.bytes <= self.stop_above {
             let Some(name) = descent.next() else {
                 match descent.leave() {
                     Ok(true) => continue,
@@ -102,8 +102,8 @@ impl Walk {
     }
 }
 
-/// The disk usage of a directory. Counting stops above `enough` bytes. A missing directory uses nothing.
-pub fn of(path: &Path, enough: u64) -> io::Result<Usage> {
+/// The disk usage of a directory. Counting stops above `stop_above` bytes. A missing directory uses nothing.
+pub fn of(path: &Path, stop_above: u64) -> io::Result<Usage> {
     let dir = match nix::fcntl::open(path, FLAGS, Mode::empty()) {
         Ok(dir) => dir,
         Err(nix::errno::Errno::ENOENT) => return Ok(Usage::default()),
@@ -112,7 +112,7 @@ pub fn of(path: &Path, enough: u64) -> io::Result<Usage> {
     let stat = fstat(&dir)?;
     let mut walk = Walk {
         usage: Usage::default(),
-        enough,
+        stop_above,
         device: stat.st_dev,
         linked: HashSet::new(),
     };

@@ -21,7 +21,7 @@ const UNWATCHED: Duration = Duration::from_millis(100);
 pub struct Changes {
     events: Option<EventStream<Vec<u8>>>,
     /// Polling interval without events.
-    blind: Duration,
+    polling_interval: Duration,
     /// The names of files that were removed or moved away; `None` if they are not collected.
     removed: Option<BTreeSet<OsString>>,
     /// Device and inode of the watched directory.
@@ -52,7 +52,7 @@ impl Changes {
         }
     }
 
-    fn with(dir: &Path, more: WatchMask, blind: Duration) -> Changes {
+    fn with(dir: &Path, more: WatchMask, polling_interval: Duration) -> Changes {
         let mask = WatchMask::CREATE
             | WatchMask::CLOSE_WRITE
             | WatchMask::MOVE
@@ -65,7 +65,7 @@ impl Changes {
         });
         Changes {
             events: stream.ok(),
-            blind,
+            polling_interval,
             removed: None,
             place: place(dir),
         }
@@ -85,7 +85,7 @@ impl Changes {
             .unwrap_or_default()
     }
 
-    fn note(&mut self, event: EventOwned) {
+    fn record(&mut self, event: EventOwned) {
         if event.mask.contains(EventMask::IGNORED) {
             // The directory was removed; another one may get its inode.
             self.place = None;
@@ -106,7 +106,7 @@ impl Changes {
     /// Waits for a change since creation or the last return, or for at most `most`.
     pub async fn next(&mut self, most: Duration) {
         let Some(events) = &mut self.events else {
-            return tokio::time::sleep(most.min(self.blind)).await;
+            return tokio::time::sleep(most.min(self.polling_interval)).await;
         };
         // After a change or the timeout, the caller lists the directory. Take all pending events at once.
         let first = tokio::time::timeout(most, events.next()).await;
@@ -115,7 +115,7 @@ impl Changes {
             seen.push(event);
         }
         for event in seen.into_iter().flatten() {
-            self.note(event);
+            self.record(event);
         }
     }
 }

@@ -26,7 +26,7 @@ struct Canary(tempfile::TempDir);
 impl Canary {
     fn new() -> Canary {
         let dir = tempfile::tempdir().unwrap();
-        put_canaries(dir.path());
+        create_canaries(dir.path());
         Canary(dir)
     }
 
@@ -46,19 +46,19 @@ impl Canary {
         .unwrap();
     }
 
-    fn lives(&self) {
-        canaries_live(self.path());
+    fn assert_alive(&self) {
+        assert_canaries_alive(self.path());
     }
 }
 
-fn put_canaries(dir: &Path) {
+fn create_canaries(dir: &Path) {
     std::fs::create_dir_all(dir.join("deep/er")).unwrap();
     for file in ["canary", "deep/er/canary"] {
         std::fs::write(dir.join(file), "alive").unwrap();
     }
 }
 
-fn canaries_live(dir: &Path) {
+fn assert_canaries_alive(dir: &Path) {
     for file in ["canary", "deep/er/canary"] {
         let text = std::fs::read_to_string(dir.join(file));
         assert_eq!(text.unwrap(), "alive", "{file} in {}", dir.display());
@@ -74,7 +74,7 @@ fn format(disk: &Loop) {
 }
 
 /// Mounts the filesystem of a disk that is not in use, and runs `look` on it.
-fn look_into(disk: &Loop, look: impl FnOnce(&Path)) {
+fn with_filesystem(disk: &Loop, look: impl FnOnce(&Path)) {
     let place = tempfile::tempdir().unwrap();
     let (device, none) = (Some(disk.device.as_str()), None::<&str>);
     mount(device, place.path(), Some("ext4"), MsFlags::empty(), none).unwrap();
@@ -144,7 +144,7 @@ fn user_data_outlives_every_pod() {
     let die = || {
         let agent = cluster.pid("agent");
         kill(Pid::from_raw(agent), Signal::SIGKILL).unwrap();
-        cluster.wait_for_end(agent);
+        cluster.wait_for_exit(agent);
         cluster.up();
     };
     for round in 0..6_u64 {
@@ -185,7 +185,7 @@ fn user_data_outlives_every_pod() {
         cluster.wait("the pod to be removed", || cluster.pods().is_empty());
         cluster.wait_quietly("the pod's directory to be removed", || !dir.exists());
         for canary in [&host, &local, &foreign] {
-            canary.lives();
+            canary.assert_alive();
         }
     }
     // The files on the disk still exist.
@@ -193,7 +193,7 @@ fn user_data_outlives_every_pod() {
         let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
         !table.contains(&format!(" {} ", disk.device))
     });
-    look_into(&disk, |place| {
+    with_filesystem(&disk, |place| {
         let canary = std::fs::read_to_string(place.join("canary"));
         assert_eq!(canary.unwrap(), "alive\n");
     });
@@ -329,7 +329,7 @@ impl Rounds {
         std::fs::write(driver_at.path().join("vol/canary"), "alive").unwrap();
         let (disk, raw, canaries) = (Loop::new(), Loop::new(), [Canary::new(), Canary::new()]);
         format(&disk);
-        look_into(&disk, put_canaries);
+        with_filesystem(&disk, create_canaries);
         std::fs::write(&raw.device, "alive").unwrap();
         let name_of_disk = driver_at.path().join("disk");
         std::os::unix::fs::symlink(&disk.device, &name_of_disk).unwrap();
@@ -447,7 +447,7 @@ impl Rounds {
     fn kill_agent(&self) {
         let agent = self.cluster.pid("agent");
         let _ = kill(Pid::from_raw(agent), Signal::SIGKILL);
-        self.cluster.wait_for_end(agent);
+        self.cluster.wait_for_exit(agent);
     }
 
     fn kill_shim(&mut self) {
@@ -487,14 +487,14 @@ impl Rounds {
         if !std::mem::replace(&mut self.runtime_killed, true) {
             let runtime = self.cluster.pid("containerd");
             let _ = kill(Pid::from_raw(runtime), Signal::SIGKILL);
-            self.cluster.wait_for_end(runtime);
+            self.cluster.wait_for_exit(runtime);
         }
     }
 
     /// Pulls the disk out: its name is removed, and the device is removed when its last user closes it.
     fn pull_disk(&mut self) {
         let _ = std::fs::remove_file(&self.name_of_disk);
-        self.disk.vanish();
+        self.disk.detach();
     }
 
     /// Causes a fault, which lasts until `heal`, and returns its description.
@@ -508,9 +508,9 @@ impl Rounds {
             ("shim", _) => self.kill_shim(),
             ("containerd", _) => self.kill_runtime(),
             ("driver", _) => self.driver = None,
-            ("refuse", Some(driver)) => driver.refuse(call, true),
-            ("lose", Some(driver)) => driver.lose(call, true),
-            ("hang", Some(driver)) => driver.hang(call, true),
+            ("refuse", Some(driver)) => driver.fail_calls(call, true),
+            ("lose", Some(driver)) => driver.lose_responses(call, true),
+            ("hang", Some(driver)) => driver.hang_calls(call, true),
             ("full", _) => self.small.fill(),
             ("vanish", _) => _ = std::fs::remove_file(&self.name_of_disk),
             ("pull", _) => self.pull_disk(),
@@ -534,8 +534,8 @@ impl Rounds {
         self.cluster.up();
     }
 
-    fn canaries_live(&self) {
-        self.canaries.iter().for_each(Canary::lives);
+    fn assert_canaries_alive(&self) {
+        self.canaries.iter().for_each(Canary::assert_alive);
         let canary = self.driver_at.path().join("vol/canary");
         assert_eq!(std::fs::read_to_string(canary).unwrap(), "alive");
         let (mut raw, mut text) = (std::fs::File::open(&self.raw.device).unwrap(), [0; 5]);
@@ -577,7 +577,7 @@ impl Rounds {
             log.push(self.fault());
         }
         eprintln!("{} deleted, {}", going.len(), log.join(", "));
-        self.canaries_live();
+        self.assert_canaries_alive();
     }
 
     /// The agent's explanations of the remaining pods.
@@ -595,7 +595,7 @@ impl Rounds {
         self.cluster
             .kubectl(&["delete", "pod", "--all", "--wait=false"]);
         self.pods.clear();
-        let deadline = begun + support::patience() * 4;
+        let deadline = begun + support::condition_timeout() * 4;
         while !self.cluster.pods().is_empty() {
             assert!(
                 Instant::now() < deadline,
@@ -618,12 +618,12 @@ impl Rounds {
             self.forgotten = self.cluster.leftovers_known().into_iter().collect();
         }
         self.cluster
-            .wait_quietly("the disk to be released", || !self.disk.is_held());
-        self.disk.come_back();
+            .wait_quietly("the disk to be released", || !self.disk.is_in_use());
+        self.disk.reattach();
         let _ = std::os::unix::fs::symlink(&self.disk.device, &self.name_of_disk);
-        look_into(&self.disk, canaries_live);
+        with_filesystem(&self.disk, assert_canaries_alive);
         eprintln!("settled after {:.1?}", begun.elapsed());
-        self.canaries_live();
+        self.assert_canaries_alive();
     }
 
     /// Leftovers of deleted pods.

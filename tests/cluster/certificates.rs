@@ -203,6 +203,6 @@ fn pods_get_trust_bundles_and_their_own_certificates() {
     cluster.wait("an event about the denied request", || {
         cluster.events("denied").contains("was denied: no (NotYou)")
     });
-    cluster.end_clean();
+    cluster.delete_all_and_check();
     cluster.kubectl(&["delete", "clustertrustbundle", "test.holdfast:own:roots"]);
 }

@@ -7,11 +7,11 @@ use crate::pod_resources;
 use crate::support;
 
 use holdfast_proto::podresources as resources;
-use plugin::{Mood, Plugin};
+use plugin::{Behaviour, Plugin};
 use serde_json::{Value, json};
 use support::{Cluster, condition, pod};
 
-fn end(cluster: &Cluster, pod: &str) -> Value {
+fn wait_for_termination(cluster: &Cluster, pod: &str) -> Value {
     cluster.wait(&format!("{pod} to terminate"), || {
         matches!(
             cluster.pod(pod)["status"]["phase"].as_str(),
@@ -95,7 +95,7 @@ fn containers_get_what_their_pod_specifies() {
     for name in [
         "files", "user", "names", "host", "sysctl", "classy", "whole",
     ] {
-        let ended = end(&cluster, name);
+        let ended = wait_for_termination(&cluster, name);
         assert_eq!(
             (ended["status"]["phase"].as_str(), message(&ended)),
             (Some("Succeeded"), ""),
@@ -134,7 +134,7 @@ fn containers_get_what_their_pod_specifies() {
             "Pod was rejected: Failed to admit pod as the OS field doesn't match node OS",
         ),
     ] {
-        let ended = end(&cluster, name);
+        let ended = wait_for_termination(&cluster, name);
         assert_eq!(
             (
                 ended["status"]["reason"].as_str(),
@@ -177,7 +177,7 @@ fn containers_get_what_their_pod_specifies() {
         String::from_utf8_lossy(&refused.stderr).contains("RuntimeClass \"none\" not found"),
         "{refused:?}"
     );
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 #[test]
@@ -269,7 +269,7 @@ fn critical_pods_preempt_and_ephemeral_containers_join_their_target() {
         "the container shares the processes of its target"
     );
     assert_eq!(phase("small"), "Running");
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 /// The extended resource of the device plugin.
@@ -311,8 +311,8 @@ fn wants(cluster: &Cluster, name: &str, image: &str, amount: u32, on: Option<&st
 
 /// From the podresources API: pod, resource and device, and the number of allocatable devices. `None`
 /// while the agent does not answer.
-fn who_has_what(cluster: &Cluster) -> Option<(Vec<String>, usize)> {
-    let found = pod_resources::ask(cluster, async |mut client| {
+fn list_assignments(cluster: &Cluster) -> Option<(Vec<String>, usize)> {
+    let found = pod_resources::with_client(cluster, async |mut client| {
         let request = resources::ListPodResourcesRequest {};
         let listed = client.list(request).await.ok()?.into_inner();
         let mut rows = vec![];
@@ -410,7 +410,7 @@ fn devices_outlive_plugin_and_agent(cluster: &Cluster, plugin: &Plugin, image: &
     // The agent restarts, and the plugin is down afterwards.
     cluster.kill("agent");
     cluster.up();
-    let known = |rows: &[&str]| who_has_what(cluster).is_some_and(|(found, _)| found == rows);
+    let known = |rows: &[&str]| list_assignments(cluster).is_some_and(|(found, _)| found == rows);
     cluster.wait("the first pod's device to be listed again", || {
         known(&["first example.com/thing b"])
     });
@@ -441,7 +441,7 @@ fn devices_outlive_plugin_and_agent(cluster: &Cluster, plugin: &Plugin, image: &
     let both = ["first example.com/thing b", "second example.com/thing a"];
     let both = Some((both.map(str::to_owned).to_vec(), 2));
     cluster.wait("pods and devices to be listed again", || {
-        who_has_what(cluster) == both
+        list_assignments(cluster) == both
     });
     cluster.kubectl(&[
         "delete",
@@ -465,16 +465,16 @@ fn a_hanging_or_refusing_plugin_blocks_only_its_pod(
     wait_for_things(cluster, THING, "2", "2");
     // The API removes a pod without a grace period before its containers have exited.
     cluster.wait("the devices of deleted pods to be free", || {
-        who_has_what(cluster).is_some_and(|(rows, _)| rows.is_empty())
+        list_assignments(cluster).is_some_and(|(rows, _)| rows.is_empty())
     });
-    plugin.feel(Mood::Refuses("it is broken"));
+    plugin.set_behaviour(Behaviour::Refuses("it is broken"));
     let node = cluster.node_name();
     wants(cluster, "unlucky", image, 2, Some(&node));
     let message = refusal(cluster, "unlucky");
     let expected = "device plugin of example.com/thing: Allocate failed: rpc error: code = Unknown desc = it is broken";
     assert!(message.contains(expected), "{message}");
 
-    plugin.feel(Mood::Hangs);
+    plugin.set_behaviour(Behaviour::Hangs);
     wants(cluster, "hung", image, 1, Some(&node));
     cluster.wait("a call of the plugin", || {
         plugin.calls().last().unwrap() == "allocate b"
@@ -486,7 +486,7 @@ fn a_hanging_or_refusing_plugin_blocks_only_its_pod(
     );
     running(cluster, "plain");
     assert_eq!(cluster.pod("hung")["status"]["phase"], "Pending");
-    plugin.feel(Mood::Answers);
+    plugin.set_behaviour(Behaviour::Answers);
     running(cluster, "hung");
 }
 
@@ -509,7 +509,7 @@ fn devices_of_plugins_are_allocated_to_pods_and_survive_restarts() {
         "the plugin prefers the last device"
     );
     assert_eq!(plugin.calls(), ["allocate b", "start b"]);
-    let listed = who_has_what(&cluster);
+    let listed = list_assignments(&cluster);
     let row = "first example.com/thing b".to_owned();
     assert_eq!(listed, Some((vec![row], 2)));
 
@@ -527,7 +527,7 @@ fn devices_of_plugins_are_allocated_to_pods_and_survive_restarts() {
     a_hanging_or_refusing_plugin_blocks_only_its_pod(&cluster, &plugin, &image);
 
     let other = Plugin::new("example.com/other", file.path(), &["x"]);
-    other.feel(Mood::HidesOptions);
+    other.set_behaviour(Behaviour::HidesOptions);
     let runs = other.run_in_registry(&cluster.data().join("agent/plugins_registry"));
     cluster.wait("a notification why the plugin is not registered", || {
         other.calls().first().is_some_and(|outcome| {
@@ -535,7 +535,7 @@ fn devices_of_plugins_are_allocated_to_pods_and_survive_restarts() {
                 && outcome.contains("no options yet")
         })
     });
-    other.feel(Mood::Answers);
+    other.set_behaviour(Behaviour::Answers);
     wait_for_things(&cluster, "example.com/other", "1", "1");
     cluster.wait("a notification that the plugin is registered", || {
         other.calls().last().is_some_and(|c| c == "outcome \"\"")

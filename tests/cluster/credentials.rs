@@ -336,7 +336,7 @@ fn kubeadm_finds_the_files_and_versions_it_checks() {
         "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}]});
     std::fs::write(dir.path().join("kubelet.conf"), kubeconfig.to_string()).unwrap();
     let agent = join(dir.path(), 17_996, false);
-    let deadline = std::time::Instant::now() + support::patience();
+    let deadline = std::time::Instant::now() + support::condition_timeout();
     for (source, check) in KUBEADM_CHECKS {
         while !check(dir.path()) {
             let log = std::fs::read_to_string(dir.path().join("log")).unwrap();
@@ -578,7 +578,7 @@ fn a_node_joins_with_the_files_of_kubeadm() {
             .spawn()
             .unwrap(),
     );
-    let said = || std::fs::read_to_string(dir.path().join("log")).unwrap_or_default();
+    let log = || std::fs::read_to_string(dir.path().join("log")).unwrap_or_default();
     cluster.wait("kubeadm's health check", is_healthy);
     let ready = || {
         let path = r#"jsonpath={.items[?(@.metadata.name=="second")].status.conditions[?(@.type=="Ready")].status}"#;
@@ -618,8 +618,8 @@ fn a_node_joins_with_the_files_of_kubeadm() {
         "reached\n"
     );
     cluster.kubectl(&["delete", "pod", "there"]);
-    assert!(!said().contains(TOKEN.1), "the token is not logged");
-    assert!(!said().contains("logging.options"), "kubeadm sets this");
+    assert!(!log().contains(TOKEN.1), "the token is not logged");
+    assert!(!log().contains("logging.options"), "kubeadm sets this");
     drop(agent);
     holdfast::sys::mount::unmount_all(&lib).unwrap();
 }
@@ -635,10 +635,11 @@ fn up_starts_a_node_of_another_control_plane() {
     second.control = ControlPlane::Real(first.data().join("kubeconfig"));
     let second = second.started();
     assert_eq!(second.node_name(), "t-another");
-    let said = second.up();
+    let output = second.up();
     assert!(
-        said.contains("node t-another is Ready") && said.contains("in a cluster of Kubernetes v1."),
-        "{said}"
+        output.contains("node t-another is Ready")
+            && output.contains("in a cluster of Kubernetes v1."),
+        "{output}"
     );
     assert!(!second.run_dir().join("control-plane.pid").exists());
     let there = serde_json::json!({"nodeName": second.node_name()});

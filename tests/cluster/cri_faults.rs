@@ -112,7 +112,7 @@ impl Bench {
                     );
                     cluster.up();
                 }
-                proxy.lift();
+                proxy.clear_fault();
                 cluster.wait(
                     &format!("{new} to be ready after {method} {fault:?}"),
                     || self.ready(&new),
@@ -123,7 +123,8 @@ impl Bench {
                 );
                 let started = cluster.pod(&new);
                 // A failed start may be retried; a successful one is not repeated.
-                let runs = ask(target, started["metadata"]["uid"].as_str().unwrap());
+                let runs =
+                    count_live_containers(target, started["metadata"]["uid"].as_str().unwrap());
                 assert_eq!(runs, 1, "{new}: {:#}", started["status"]);
                 if kills {
                     // If its caller died during a start, the runtime cancels the start and counts the attempt.
@@ -145,10 +146,10 @@ impl Bench {
                 old = new;
             }
         }
-        self.end();
+        self.delete_pods();
     }
 
-    fn end(&self) {
+    fn delete_pods(&self) {
         self.cluster
             .kubectl(&["delete", "pod", "--all", "--wait=true"]);
         self.cluster
@@ -157,7 +158,7 @@ impl Bench {
 }
 
 /// The number of a pod's live containers in the runtime.
-fn ask(socket: &std::path::Path, uid: &str) -> usize {
+fn count_live_containers(socket: &std::path::Path, uid: &str) -> usize {
     observe(socket, uid).live().count()
 }
 
@@ -243,8 +244,8 @@ fn a_task_unknown_to_cri_does_not_block_a_deletion() {
         ctr.args(["--namespace", "k8s.io", "task", "start", "--detach"]);
         ctr.arg(id).output().unwrap().status.success()
     });
-    proxy.lift();
-    bench.end();
+    proxy.clear_fault();
+    bench.delete_pods();
 }
 
 /// `holdfast gc` with two unused images, neither of which can be removed at first.
@@ -254,31 +255,31 @@ fn gc_goes_on_after_a_failure(bench: &Bench) {
         let mut command = Command::new(support::holdfast());
         command.args(["gc", "--name", cluster.name()]).args(more);
         let output = command.output().unwrap();
-        let said = String::from_utf8(output.stdout).unwrap();
-        (output.status.success(), said)
+        let printed = String::from_utf8(output.stdout).unwrap();
+        (output.status.success(), printed)
     };
     let unused = ["test.local/one:1", "test.local/two:1"]
         .map(|name| support::busybox_in(cluster, "k8s.io", name, name.as_bytes()));
-    let lines = |said: &str, verb: &str| {
+    let lines = |printed: &str, verb: &str| {
         let is_it = |line: &&str| {
             line.trim().starts_with(verb) && unused.iter().any(|image| line.contains(image))
         };
-        said.lines().filter(is_it).count()
+        printed.lines().filter(is_it).count()
     };
     cluster.wait("both images to be old enough", || {
         lines(&gc(&["--dry-run"]).1, "goes ") == 2
     });
     proxy.set("RemoveImage", Fault::Fail);
-    let (succeeds, said) = gc(&[]);
-    assert!(!succeeds && lines(&said, "failed ") == 2, "{said}");
+    let (succeeds, printed) = gc(&[]);
+    assert!(!succeeds && lines(&printed, "failed ") == 2, "{printed}");
     assert_eq!(
         proxy.hits(),
         2,
         "the second image is removed although the first fails"
     );
-    proxy.lift();
-    let (succeeds, said) = gc(&[]);
-    assert!(succeeds && lines(&said, "removed ") == 2, "{said}");
+    proxy.clear_fault();
+    let (succeeds, printed) = gc(&[]);
+    assert!(succeeds && lines(&printed, "removed ") == 2, "{printed}");
 }
 
 #[test]
@@ -302,7 +303,7 @@ fn log_rotation_and_resizes_survive_failing_runtime_calls() {
         cluster.wait_quietly(&format!("a rotation while {fault:?} is set"), || {
             proxy.hits() > 0
         });
-        proxy.lift();
+        proxy.clear_fault();
         let size = || std::fs::metadata(&log).map_or(0, |m| m.len());
         cluster.wait(&format!("the log to be rotated after {fault:?}"), || {
             size() < 1024
@@ -329,7 +330,7 @@ fn log_rotation_and_resizes_survive_failing_runtime_calls() {
         cluster.wait_quietly(&format!("a resize while {fault:?} is set"), || {
             proxy.hits() > 0
         });
-        proxy.lift();
+        proxy.clear_fault();
         cluster.wait(&format!("the new size after {fault:?}"), || {
             cluster.pod("kept")["status"]["containerStatuses"][0]["resources"]["requests"]["cpu"]
                 == *cpu
@@ -340,5 +341,5 @@ fn log_rotation_and_resizes_survive_failing_runtime_calls() {
         before
     );
     gc_goes_on_after_a_failure(&bench);
-    bench.end();
+    bench.delete_pods();
 }

@@ -105,9 +105,9 @@ fn metrics_count_the_steps(cluster: &Cluster) {
 /// A driver that does not answer blocks only its own pod. The agent waits for the call and undoes its
 /// result afterwards.
 fn slow_calls_are_waited_for(cluster: &Cluster, driver: &Driver, [slow, quick]: [String; 2]) {
-    driver.hang("publish shared-1", true);
+    driver.hang_calls("publish shared-1", true);
     let before = driver.calls().len();
-    let asked = || {
+    let volume_calls = || {
         let calls = driver.calls().split_off(before);
         let of_volume = calls.into_iter().filter(|call| {
             call.ends_with(" shared-1") && !call.starts_with("stats") && !call.starts_with("expand")
@@ -116,7 +116,7 @@ fn slow_calls_are_waited_for(cluster: &Cluster, driver: &Driver, [slow, quick]: 
     };
     let begun = ["stage shared-1", "publish shared-1"];
     cluster.apply(&slow);
-    cluster.wait("the driver to be called", || asked() == begun);
+    cluster.wait("the driver to be called", || volume_calls() == begun);
     cluster.kubectl(&["delete", "pod", "slow", "--wait=false"]);
     cluster.apply(&quick);
     cluster.wait(
@@ -124,8 +124,12 @@ fn slow_calls_are_waited_for(cluster: &Cluster, driver: &Driver, [slow, quick]: 
         || condition(&cluster.pod("quick"), "Ready") == "True",
     );
     cluster.kubectl(&["delete", "pod", "quick"]);
-    assert_eq!(asked(), begun, "no call is reverted before it has finished");
-    driver.hang("publish shared-1", false);
+    assert_eq!(
+        volume_calls(),
+        begun,
+        "no call is reverted before it has finished"
+    );
+    driver.hang_calls("publish shared-1", false);
     cluster.wait("the slow pod to be removed", || {
         cluster
             .kubectl(&["get", "pod", "slow", "--ignore-not-found"])
@@ -133,8 +137,10 @@ fn slow_calls_are_waited_for(cluster: &Cluster, driver: &Driver, [slow, quick]: 
     });
     let undone = ["unpublish shared-1", "unstage shared-1"];
     let all = [begun, undone].concat();
-    cluster.wait("all calls to be reverted", || asked().len() >= all.len());
-    assert_eq!(asked(), all);
+    cluster.wait("all calls to be reverted", || {
+        volume_calls().len() >= all.len()
+    });
+    assert_eq!(volume_calls(), all);
 }
 
 const ATTACHED: &str =
@@ -176,14 +182,14 @@ fn what_is_not_attached_is_not_mounted(cluster: &Cluster, driver: &Driver, waiti
         let path = format!("jsonpath={{.items[0].status.{path}}}");
         cluster.kubectl(&["get", "nodes", "-o", &path])
     };
-    let told = |name: &str, what: &str| {
+    let wait_for_event = |name: &str, what: &str| {
         cluster.wait(what, || cluster.events(name).contains(what));
     };
     assert_eq!(driver.count("stage"), 1);
     patch_finalizers(cluster, r#"["attacher.test/detach"]"#);
     patch_attachment(cluster, r#"{"status": {"attached": false}}"#);
     cluster.apply(&pod("second"));
-    told("second", "waiting for its attacher");
+    wait_for_event("second", "waiting for its attacher");
     // A waiting pod has not mounted the volume: it is unstaged after the last pod that has.
     cluster.kubectl(&["delete", "pod", "waiting"]);
     cluster.wait("the volume to be unstaged", || driver.count("unstage") == 1);
@@ -197,7 +203,7 @@ fn what_is_not_attached_is_not_mounted(cluster: &Cluster, driver: &Driver, waiti
     });
     patch_attachment(cluster, ATTACHED);
     cluster.apply(&pod("third"));
-    told("third", "is being deleted");
+    wait_for_event("third", "is being deleted");
     assert!(!node("volumesAttached").contains("attached.test"));
     let explained = cluster.holdfast(&["explain", "pod", "third"]);
     assert!(explained.contains("is being deleted"), "{explained}");
@@ -233,26 +239,28 @@ fn a_resize_is_followed_at_the_claim(cluster: &Cluster, driver: &Driver) {
         command.extend(more);
         cluster.kubectl(&command);
     };
-    let look_again = || {
+    let restart_agent = || {
         kill(Pid::from_raw(cluster.pid("agent")), Signal::SIGKILL).unwrap();
         cluster.up();
     };
-    let told = || {
+    let claim_status = || {
         let fields = "jsonpath={.status.capacity.storage} {.status.allocatedResourceStatuses.storage} {.status.conditions[*].type}";
         cluster.kubectl(&["get", "pvc", "shared", "-o", fields])
     };
-    driver.refuse("expand", true);
+    driver.fail_calls("expand", true);
     patch("pvc", &["--subresource=status"], turn);
     // The size in the claim's status counts, not the capacity of the volume.
     patch("pv", &[], r#"{"spec": {"capacity": {"storage": "4Mi"}}}"#);
-    look_again();
+    restart_agent();
     cluster.wait("the claim to show that the resize is infeasible", || {
-        told() == "2Mi NodeResizeInfeasible Other NodeResizeError"
+        claim_status() == "2Mi NodeResizeInfeasible Other NodeResizeError"
     });
-    driver.refuse("expand", false);
+    driver.fail_calls("expand", false);
     patch("pvc", &["--subresource=status"], turn);
-    look_again();
-    cluster.wait("the claim to show the new size", || told() == "3Mi  Other");
+    restart_agent();
+    cluster.wait("the claim to show the new size", || {
+        claim_status() == "3Mi  Other"
+    });
     let calls = driver.calls();
     assert!(
         !calls.contains(&"expand to 4194304 shared-1".to_owned()),
@@ -261,9 +269,9 @@ fn a_resize_is_followed_at_the_claim(cluster: &Cluster, driver: &Driver) {
     // After a failure the agent retries with a doubling back-off, and does not wait for the next refresh,
     // a minute later.
     let larger = r#"{"status": {"allocatedResources": {"storage": "5Mi"}, "allocatedResourceStatuses": {"storage": "NodeResizePending"}}}"#;
-    driver.lose("expand", true);
+    driver.lose_responses("expand", true);
     patch("pvc", &["--subresource=status"], larger);
-    look_again();
+    restart_agent();
     let tried = |times: usize| driver.count("expand to 5242880 shared-1") >= times;
     cluster.wait("the first attempt", || tried(1));
     let begun = Instant::now();
@@ -273,14 +281,16 @@ fn a_resize_is_followed_at_the_claim(cluster: &Cluster, driver: &Driver) {
         took > Duration::from_secs(3) && took < Duration::from_secs(20),
         "{took:?}"
     );
-    driver.lose("expand", false);
-    cluster.wait("the claim to show the new size", || told() == "5Mi  Other");
+    driver.lose_responses("expand", false);
+    cluster.wait("the claim to show the new size", || {
+        claim_status() == "5Mi  Other"
+    });
 }
 
 /// A new pod does not get its volume before the volume has the size that its claim requires.
 fn a_pod_waits_for_the_growth_of_its_volume(cluster: &Cluster, driver: &Driver, pod: &str) {
     let turn = r#"{"status": {"allocatedResources": {"storage": "6Mi"}, "allocatedResourceStatuses": {"storage": "NodeResizePending"}}}"#;
-    driver.lose("expand", true);
+    driver.lose_responses("expand", true);
     let status = "--subresource=status";
     cluster.kubectl(&["patch", "pvc", "shared", status, "--type=merge", "-p", turn]);
     cluster.apply(pod);
@@ -290,7 +300,7 @@ fn a_pod_waits_for_the_growth_of_its_volume(cluster: &Cluster, driver: &Driver, 
         )
     });
     assert_ne!(condition(&cluster.pod("grows"), "Ready"), "True");
-    driver.lose("expand", false);
+    driver.lose_responses("expand", false);
     cluster.wait("the pod to be ready", || {
         condition(&cluster.pod("grows"), "Ready") == "True"
     });
@@ -369,16 +379,16 @@ fn drivers_register_and_volumes_are_staged_published_and_removed() {
         std::fs::read_to_string(dir.path().join("shared-1/file")).unwrap(),
         "hello\n"
     );
-    let (told, secrets) = driver.told();
+    let (context, secrets) = driver.received();
     assert_eq!(
         (
-            told["color"].as_str(),
-            told["csi.storage.k8s.io/pod.name"].as_str(),
+            context["color"].as_str(),
+            context["csi.storage.k8s.io/pod.name"].as_str(),
             secrets["user"].as_str()
         ),
         ("blue", "one", "me")
     );
-    assert!(told["csi.storage.k8s.io/serviceAccount.tokens"].contains("vault"));
+    assert!(context["csi.storage.k8s.io/serviceAccount.tokens"].contains("vault"));
 
     metrics_describe_the_volume(&cluster);
 
@@ -446,26 +456,26 @@ fn drivers_register_and_volumes_are_staged_published_and_removed() {
         "",
     ));
     cluster.wait("the inline volume's pod to be ready", || ready("inline"));
-    assert_eq!(driver.told().0["csi.storage.k8s.io/ephemeral"], "true");
+    assert_eq!(driver.received().0["csi.storage.k8s.io/ephemeral"], "true");
     cluster.kubectl(&["delete", "pod", "inline"]);
 
     // Lost responses: the call is repeated, and everything is undone in the end.
     for call in ["stage", "publish"] {
-        driver.lose(call, true);
+        driver.lose_responses(call, true);
         cluster.apply(&pod("unlucky", by_claim, ""));
         let before = driver.count(call);
         cluster.wait("a failing call", || driver.count(call) > before);
         cluster.wait("an event about the error", || {
             cluster.events("unlucky").contains("the answer was lost")
         });
-        driver.lose(call, false);
+        driver.lose_responses(call, false);
         cluster.wait("the pod to be ready", || ready("unlucky"));
         cluster.kubectl(&["delete", "pod", "unlucky"]);
     }
     for call in ["unpublish", "unstage"] {
         cluster.apply(&pod("stuck", by_claim, ""));
         cluster.wait("the pod to be ready", || ready("stuck"));
-        driver.lose(call, true);
+        driver.lose_responses(call, true);
         cluster.kubectl(&["delete", "pod", "stuck", "--wait=false"]);
         let before = driver.count(call);
         cluster.wait("a retry of the call", || {
@@ -482,12 +492,12 @@ fn drivers_register_and_volumes_are_staged_published_and_removed() {
                 is_there(),
                 "the pod stays until the driver has unpublished the volume"
             );
-            driver.lose(call, false);
+            driver.lose_responses(call, false);
         }
         cluster.wait("the pod to be removed", || !is_there());
         if call == "unstage" {
             let before = driver.count(call);
-            driver.lose(call, false);
+            driver.lose_responses(call, false);
             cluster.wait("the volume to be unstaged", || driver.count(call) > before);
         }
     }
@@ -510,12 +520,12 @@ fn drivers_register_and_volumes_are_staged_published_and_removed() {
     cluster.wait("the pod with a device to be ready", || ready("raw"));
     cluster.wait("the event about the device", || {
         let events = cluster.events("raw");
-        let said = |place: &str| {
+        let has_event = |place: &str| {
             events.contains(&format!(
                 "MapVolume.MapPodDevice succeeded for volume \"raw\" {place}"
             ))
         };
-        said("globalMapPath \"") && said("volumeMapPath \"")
+        has_event("globalMapPath \"") && has_event("volumeMapPath \"")
     });
     assert_eq!(
         inside(
@@ -555,7 +565,7 @@ fn drivers_register_and_volumes_are_staged_published_and_removed() {
     });
     let attachment = || attachment(&cluster);
     assert_eq!(attached.driver.count("stage"), 0);
-    attached.driver.serve(3);
+    attached.driver.set_volume_limit(3);
     let failure = r#"{"status": {"attached": false, "attachError": {"message": "no room in the rack", "errorCode": 8}}}"#;
     patch_attachment(&cluster, failure);
     cluster.wait("an event about the failed attachment", || {
@@ -567,8 +577,8 @@ fn drivers_register_and_volumes_are_staged_published_and_removed() {
     });
     // The driver was full, so the agent queries its volume limit again.
     cluster.wait("the driver's new limit", || {
-        let told = cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]);
-        told.contains(r#""count":3"#)
+        let list = cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]);
+        list.contains(r#""count":3"#)
     });
     cluster.wait("an event with the attacher's error", || {
         cluster

@@ -20,7 +20,7 @@ fn pod(name: &str, image: &str, mount: &str) -> String {
 
 /// A call that failed with a final error is not undone.
 fn what_was_refused_is_not_undone(cluster: &Cluster, driver: &Driver, image: &str) {
-    driver.refuse("stage", true);
+    driver.fail_calls("stage", true);
     cluster.apply(&pod("refused", image, ""));
     cluster.wait("an event about the refusal", || {
         cluster
@@ -41,7 +41,7 @@ fn what_was_refused_is_not_undone(cluster: &Cluster, driver: &Driver, image: &st
         "{:?}",
         driver.calls()
     );
-    driver.refuse("stage", false);
+    driver.fail_calls("stage", false);
 }
 
 /// Neither a socket that does not answer nor a driver that does not answer NodeGetInfo delays the
@@ -51,7 +51,7 @@ fn registered_beside_those_that_hang(cluster: &Cluster, registry: &Path) {
     let listener = std::os::unix::net::UnixListener::bind(&silent).unwrap();
     let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let slow = Driver::new("slow.test", dirs[0].path());
-    slow.hang("info", true);
+    slow.hang_calls("info", true);
     let slow = slow.run(registry);
     cluster.wait("a call of the slow driver", || {
         slow.driver.count("info") > 0
@@ -73,7 +73,7 @@ fn registered_beside_those_that_hang(cluster: &Cluster, registry: &Path) {
     // The slow one times out after 15 s.
     assert!(took < Duration::from_secs(8), "{took:?}");
     assert!(!drivers().contains("slow.test"));
-    slow.driver.hang("info", false);
+    slow.driver.hang_calls("info", false);
     cluster.wait("the slow driver to be registered", || {
         is_registered(&slow.driver) && drivers().contains("slow.test")
     });
@@ -171,14 +171,14 @@ fn a_volume_that_stays_staged_blocks_no_pod(cluster: &Cluster, driver: &Driver, 
         .join("agent/plugins/kubernetes.io/csi")
         .join(NAME);
     let is_staged = || std::fs::read_dir(&staging).is_ok_and(|mut dirs| dirs.next().is_some());
-    driver.hang("unstage", true);
+    driver.hang_calls("unstage", true);
     named("first");
     delete("first");
     assert!(is_staged());
-    driver.hang("unstage", false);
+    driver.hang_calls("unstage", false);
     cluster.wait("the volume to be unstaged", || !is_staged());
     let [staged, _] = counted();
-    driver.refuse("unstage", true);
+    driver.fail_calls("unstage", true);
     named("first");
     delete("first");
     assert!(is_staged());
@@ -189,7 +189,7 @@ fn a_volume_that_stays_staged_blocks_no_pod(cluster: &Cluster, driver: &Driver, 
     let [_, before] = counted();
     cluster.wait("the next call of the driver", || counted()[1] > before);
     cluster.kill("agent");
-    driver.refuse("unstage", false);
+    driver.fail_calls("unstage", false);
     let [_, before] = counted();
     cluster.up();
     cluster.wait("the next agent to unstage the volume", || !is_staged());
@@ -296,7 +296,7 @@ fn alone_until_undone(cluster: &Cluster, driver: &Driver, [one, two]: [String; 2
     let ready = |name: &str| condition(&cluster.pod(name), "Ready") == "True";
     cluster.apply(&one);
     cluster.wait("the pod to be ready", || ready("one"));
-    driver.refuse("unpublish", true);
+    driver.fail_calls("unpublish", true);
     cluster.kubectl(&["delete", "pod", "one", "--force", "--grace-period=0"]);
     cluster.wait("the refusal", || driver.count("unpublish vol-4") > 0);
     cluster.kill("agent");
@@ -323,14 +323,14 @@ fn alone_until_undone(cluster: &Cluster, driver: &Driver, [one, two]: [String; 2
         cluster.wait(sample, || cluster.metric(sample) == Some(value));
     }
     assert!(unknown.outside.path().join("canary").exists());
-    driver.refuse("unpublish", false);
-    let mended = Instant::now();
+    driver.fail_calls("unpublish", false);
+    let repaired_at = Instant::now();
     cluster.wait("the second pod to be ready", || ready("two"));
     // By then the retries are some seconds apart, not a minute.
     assert!(
-        mended.elapsed() < Duration::from_secs(40),
+        repaired_at.elapsed() < Duration::from_secs(40),
         "{:?}",
-        mended.elapsed()
+        repaired_at.elapsed()
     );
 
     // A pod that stops normally passes the volume on immediately.
@@ -353,7 +353,7 @@ fn cut_off_in_staging(
     registry: &Path,
 ) {
     let (driver, dir) = (first.driver.clone(), tempfile::tempdir().unwrap());
-    driver.hang("stage", true);
+    driver.hang_calls("stage", true);
     cluster.apply(pod);
     cluster.wait("a call to stage the volume", || {
         driver.count("stage vol-3") > 0
@@ -402,13 +402,13 @@ fn migrated_volumes_new_limits_and_volumes_of_unknown_state() {
     let dir = tempfile::tempdir().unwrap();
     let registry = cluster.data().join("agent/plugins_registry");
     let ready = |name: &str| condition(&cluster.pod(name), "Ready") == "True";
-    let told = |path: &str| {
+    let csi_node_field = |path: &str| {
         let path = format!("jsonpath={{.items[0].{path}}}");
         cluster.kubectl(&["get", "csinodes", "-o", &path])
     };
     // Attachers and the scheduler see immediately which in-tree plugins are migrated.
     assert_eq!(
-        told(r"metadata.annotations.storage\.alpha\.kubernetes\.io/migrated-plugins"),
+        csi_node_field(r"metadata.annotations.storage\.alpha\.kubernetes\.io/migrated-plugins"),
         holdfast::core::volume::migrated::PLUGINS.join(",")
     );
     let of = |name: &str, source: &str| {
@@ -424,9 +424,9 @@ fn migrated_volumes_new_limits_and_volumes_of_unknown_state() {
     let first = Driver::new(EBS, dir.path()).run(&registry);
     let driver = first.driver.clone();
     cluster.wait("the driver's limit", || {
-        told("spec.drivers").contains(r#""count":7"#)
+        csi_node_field("spec.drivers").contains(r#""count":7"#)
     });
-    driver.serve(9);
+    driver.set_volume_limit(9);
     cluster.apply(&format!(
         "{}{}",
         by_claim("claimed", "old"),
@@ -440,7 +440,7 @@ fn migrated_volumes_new_limits_and_volumes_of_unknown_state() {
 
     // The CSIDriver requests this query every ten seconds.
     cluster.wait("the driver's new limit", || {
-        told("spec.drivers").contains(r#""count":9"#)
+        csi_node_field("spec.drivers").contains(r#""count":9"#)
     });
 
     alone_until_undone(
@@ -472,7 +472,7 @@ fn a_pod_fails_at_the_volume_attachment_limit() {
     ));
     let full = Driver::new(FULL, dir.path()).run(&registry);
     cluster.wait("the registration", || full.driver.outcome().is_some());
-    full.driver.serve(3);
+    full.driver.set_volume_limit(3);
     cluster.apply(&pod("over", &image, ""));
     let begun = Instant::now();
     let attachments = || cluster.kubectl(&["get", "volumeattachments", "-o", "name"]);

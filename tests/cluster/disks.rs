@@ -45,7 +45,7 @@ impl OtherNode<'_> {
         let node = OtherNode { cluster, own };
         let disk = OtherNode::disk();
         let listed = json!([{"name": disk, "devicePath": ""}]);
-        node.says(&json!({"volumesInUse": [disk], "volumesAttached": listed}));
+        node.patch_status(&json!({"volumesInUse": [disk], "volumesAttached": listed}));
         node
     }
 
@@ -53,7 +53,7 @@ impl OtherNode<'_> {
         format!("kubernetes.io/iscsi/192.0.2.7:{IQN}:1")
     }
 
-    fn says(&self, status: &Value) {
+    fn patch_status(&self, status: &Value) {
         let patch = json!({ "status": status }).to_string();
         let to = ["node", "other", "--subresource=status", "--type=merge"];
         self.cluster
@@ -61,12 +61,12 @@ impl OtherNode<'_> {
     }
 
     /// A pod that needs the disk, which only one node may use, waits until the other node no longer uses it.
-    fn keeps_it_from(&self, pod: &str) {
+    fn check_pod_waits(&self, pod: &str) {
         let cluster = self.cluster;
         cluster.wait("events about the disk in use", || {
-            let told = cluster.events(pod);
-            told.contains("Multi-Attach error for volume \"block\"")
-                && told.contains("MapVolume.WaitForAttach failed for volume \"block\"")
+            let events = cluster.events(pod);
+            events.contains("Multi-Attach error for volume \"block\"")
+                && events.contains("MapVolume.WaitForAttach failed for volume \"block\"")
         });
         let explained = cluster.holdfast(&["explain", "pod", pod]);
         let why = format!("does not list {}", OtherNode::disk());
@@ -77,7 +77,7 @@ impl OtherNode<'_> {
         };
         assert_eq!(here("volumesInUse[*]"), OtherNode::disk());
         assert_eq!(here("volumesAttached[*].name"), "");
-        self.says(&json!({"volumesInUse": null}));
+        self.patch_status(&json!({"volumesInUse": null}));
         cluster.wait("the pod to be ready", || {
             condition(&cluster.pod(pod), "Ready") == "True"
         });
@@ -93,7 +93,7 @@ fn wait_for_another_node(cluster: &Cluster, pod: &str, manifest: &str) {
     }
     let other_node = OtherNode::with_the_disk(cluster);
     cluster.apply(manifest);
-    other_node.keeps_it_from(pod);
+    other_node.check_pod_waits(pod);
 }
 
 fn no_disk_is_in_use(cluster: &Cluster) {
@@ -326,9 +326,9 @@ fn a_local_disk_grows_under_its_pod() {
     assert_eq!(restarts, 0);
     for who in ["p", "disk"] {
         cluster.wait("the event about the new size", || {
-            let told = cluster.events(who);
-            told.contains("FileSystemResizeSuccessful")
-                && told.contains("MountVolume.NodeExpandVolume succeeded for volume \"disk\"")
+            let events = cluster.events(who);
+            events.contains("FileSystemResizeSuccessful")
+                && events.contains("MountVolume.NodeExpandVolume succeeded for volume \"disk\"")
         });
     }
     cluster.kubectl(&["delete", "pod", "p"]);

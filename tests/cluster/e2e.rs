@@ -41,13 +41,16 @@ fn host_ports_lead_to_pods(cluster: &Cluster, port: u16) {
 #[test]
 fn a_deployment_from_up_to_down() {
     let cluster = Cluster::start("main", 1);
-    let said = cluster.up();
+    let printed = cluster.up();
     assert_eq!(
-        said.lines().count(),
+        printed.lines().count(),
         3,
-        "a second up changes nothing and prints the same: {said}"
+        "a second up changes nothing and prints the same: {printed}"
     );
-    assert!(said.contains("kubectl create deployment web"), "{said}");
+    assert!(
+        printed.contains("kubectl create deployment web"),
+        "{printed}"
+    );
 
     cluster.kubectl(&[
         "create",
@@ -326,7 +329,7 @@ spec:
     cluster.wait("a status about the missing reference", || {
         waiting("lost")["message"] == "configmap \"nosuch\" not found"
     });
-    cluster.end_clean();
+    cluster.delete_all_and_check();
     assert!(cluster.pods().is_empty());
 }
 
@@ -421,7 +424,7 @@ fn a_restarted_agent_finds_its_pods_and_disturbs_none() {
         let pid = cluster.pid(part);
         let target = nix::unistd::Pid::from_raw(pid);
         nix::sys::signal::kill(target, nix::sys::signal::Signal::SIGKILL).unwrap();
-        cluster.wait_for_end(pid);
+        cluster.wait_for_exit(pid);
     };
     kill("agent");
     cluster.up();
@@ -476,10 +479,10 @@ fn values_of_another_cluster_are_refused(cluster: &Cluster) {
         let mut up = std::process::Command::new(support::holdfast());
         up.args(["up", "--name", &cluster.name]).args(&arguments);
         let output = up.output().unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
+        let printed = String::from_utf8_lossy(&output.stderr);
         assert!(
-            !output.status.success() && said.contains(&expected),
-            "{said}"
+            !output.status.success() && printed.contains(&expected),
+            "{printed}"
         );
     }
     assert_eq!(read(), before);
@@ -525,18 +528,18 @@ fn the_node_reports_a_dead_runtime_and_recovers_with_it() {
     let target = nix::unistd::Pid::from_raw(pid);
     nix::sys::signal::kill(target, nix::sys::signal::Signal::SIGKILL).unwrap();
     // containerd has no supervisor and stays down.
-    cluster.wait_for_end(pid);
-    let mut told = Value::Null;
+    cluster.wait_for_exit(pid);
+    let mut ready_condition = Value::Null;
     cluster.wait("the node not to be ready", || {
-        told = ready();
-        told["status"] == "False"
+        ready_condition = ready();
+        ready_condition["status"] == "False"
     });
     assert!(
-        told["message"]
+        ready_condition["message"]
             .as_str()
             .unwrap()
             .contains("container runtime is down"),
-        "{told}"
+        "{ready_condition}"
     );
     cluster.up();
     cluster.wait("the node to be ready", || ready()["status"] == "True");
@@ -681,11 +684,11 @@ fn errors_name_the_cause_and_the_remedy() {
         (&["kubeconfig", "--name", "nosuch"], &["holdfast up"]),
     ];
     for (arguments, expected) in cases {
-        let said = run(arguments);
+        let printed = run(arguments);
         for text in *expected {
             assert!(
-                said.contains(text),
-                "{arguments:?} says {said:?}, which lacks {text:?}"
+                printed.contains(text),
+                "{arguments:?} says {printed:?}, which lacks {text:?}"
             );
         }
     }

@@ -39,7 +39,7 @@ fn get(port: u16, path: &str) -> Option<String> {
 }
 
 /// Calls the cluster's containerd directly.
-fn ask<T>(cluster: &Cluster, work: impl AsyncFnOnce(CriClient) -> T) -> T {
+fn with_runtime<T>(cluster: &Cluster, work: impl AsyncFnOnce(CriClient) -> T) -> T {
     let endpoint = cluster.run_dir().join("containerd.sock");
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -52,7 +52,7 @@ fn ask<T>(cluster: &Cluster, work: impl AsyncFnOnce(CriClient) -> T) -> T {
 }
 
 fn observe(cluster: &Cluster, uid: &str) -> ObservedPod {
-    ask(cluster, async |runtime| runtime.observe(uid).await.unwrap())
+    with_runtime(cluster, async |runtime| runtime.observe(uid).await.unwrap())
 }
 
 /// The files below a directory that contain a text.
@@ -85,7 +85,7 @@ fn boot(cluster: &Cluster, uid: &str, arguments: &[String], offline: &str) -> Ch
     for part in ["agent", "control-plane"] {
         cluster.kill(part);
     }
-    ask(cluster, async |runtime| {
+    with_runtime(cluster, async |runtime| {
         for sandbox in runtime.observe(uid).await.unwrap().sandboxes {
             runtime.stop_sandbox(&sandbox.id).await.unwrap();
             runtime.remove_sandbox(&sandbox.id).await.unwrap();
@@ -123,7 +123,7 @@ fn static_pods_alone_start_by_default(
     let mut careful = boot(cluster, uid, arguments, "static-only");
     std::fs::write(&manifest, fixed).unwrap();
     let statics = || {
-        let all = ask(cluster, async |runtime| runtime.running().await.unwrap());
+        let all = with_runtime(cluster, async |runtime| runtime.running().await.unwrap());
         all.iter().filter(|c| c.pod.starts_with("fixed-")).count()
     };
     cluster.wait_quietly("the static pod to run", || statics() == 1);
@@ -208,7 +208,7 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
     let start = std::time::Instant::now();
     while running().is_none() {
         assert!(
-            start.elapsed() < support::patience(),
+            start.elapsed() < support::condition_timeout(),
             "the pod was not started without an apiserver"
         );
         std::thread::sleep(Duration::from_millis(100));
@@ -278,7 +278,7 @@ fn killed_agents_and_shims_disturb_no_other_pod_and_no_readiness() {
     let before = [state("one"), state("two")];
     let agent = cluster.pid("agent");
     kill(Pid::from_raw(agent), Signal::SIGKILL).unwrap();
-    cluster.wait_for_end(agent);
+    cluster.wait_for_exit(agent);
     cluster.up();
     // Nothing may change over several periods of the probes, not even for a moment.
     for _ in 0..20 {
@@ -317,7 +317,7 @@ fn killed_agents_and_shims_disturb_no_other_pod_and_no_readiness() {
 
 /// Simulates the effect of a power loss on recently written files. The runtime's CNI library caches the result
 /// of a plugin without syncing the file. It does not delete a network whose cached result it cannot read.
-fn tear_cached_results(sandbox: &str) -> usize {
+fn corrupt_cached_results(sandbox: &str) -> usize {
     let cached = std::fs::read_dir("/var/lib/cni/results").unwrap().flatten();
     let of_sandbox = cached.filter(|file| file.file_name().to_str().unwrap().contains(sandbox));
     of_sandbox
@@ -340,23 +340,23 @@ fn a_pod_with_a_corrupt_cni_result_terminates() {
 fn corrupt(name: &str, number: u16, containerd: Option<std::path::PathBuf>) {
     let cluster = Cluster::start_with(name, number, containerd);
     let image = support::busybox(&cluster);
-    let pod_with_torn_result = || {
+    let pod_with_corrupt_result = || {
         cluster.apply(&format!(
             "apiVersion: v1\nkind: Pod\nmetadata: {{name: torn}}\nspec: {{terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{image}', command: [busybox, sleep, '100000']}}]}}\n"
         ));
         cluster.wait("the pod to run", || ready(&cluster.pod("torn")));
         let pod = cluster.pod("torn");
         let seen = observe(&cluster, pod["metadata"]["uid"].as_str().unwrap());
-        assert!(tear_cached_results(&seen.sandboxes[0].id) > 0);
+        assert!(corrupt_cached_results(&seen.sandboxes[0].id) > 0);
     };
-    pod_with_torn_result();
+    pod_with_corrupt_result();
     cluster.kubectl(&["delete", "pod", "torn", "--wait=false"]);
     let begun = std::time::Instant::now();
     cluster.wait("the pod to be removed", || cluster.pods().is_empty());
     assert!(begun.elapsed() < Duration::from_secs(15));
     cluster.wait("no leftovers", || cluster.leftovers().is_empty());
 
-    pod_with_torn_result();
+    pod_with_corrupt_result();
     cluster.holdfast(&["down"]);
     assert_eq!(cluster.leftovers(), Vec::<String>::new());
 }

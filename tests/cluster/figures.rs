@@ -97,7 +97,7 @@ impl Node<'_> {
     }
 
     fn raw(&self, path: &str) -> String {
-        self.cluster.ask_node(path)
+        self.cluster.get_node_path(path)
     }
 }
 
@@ -413,8 +413,8 @@ fn check_says_what_a_start_would_do(cluster: &Cluster) {
 
 /// `doctor` on a working node, and with flags for a node that would not work.
 fn the_doctor_names_what_is_wrong(cluster: &Cluster) {
-    let severities = |said: &str| -> Vec<(String, String)> {
-        let findings: Vec<serde_json::Value> = serde_json::from_str(said).unwrap();
+    let severities = |printed: &str| -> Vec<(String, String)> {
+        let findings: Vec<serde_json::Value> = serde_json::from_str(printed).unwrap();
         let text = |value: &serde_json::Value| value.as_str().unwrap().to_owned();
         let pairs = findings
             .iter()
@@ -424,9 +424,9 @@ fn the_doctor_names_what_is_wrong(cluster: &Cluster) {
     let node = cluster.node_name();
     // The doctor warns of slow responses, which can occur on a busy machine.
     cluster.wait("the doctor to find no problem", || {
-        let said = cluster.holdfast(&["doctor", "-o", "json", "--hostname-override", &node]);
-        println!("{said}");
-        let found = severities(&said);
+        let printed = cluster.holdfast(&["doctor", "-o", "json", "--hostname-override", &node]);
+        println!("{printed}");
+        let found = severities(&printed);
         ["kernel", "cgroups", "runtime", "apiserver", "node", "port"]
             .iter()
             .all(|subject| found.contains(&((*subject).to_owned(), "ok".to_owned())))
@@ -438,29 +438,29 @@ fn the_doctor_names_what_is_wrong(cluster: &Cluster) {
         .arg("--container-runtime-endpoint=unix:///nonexistent/runtime.sock")
         .output()
         .unwrap();
-    let said = String::from_utf8(run.stdout).unwrap();
-    assert_eq!(run.status.code(), Some(1), "{said}");
-    let found = severities(&said);
+    let printed = String::from_utf8(run.stdout).unwrap();
+    assert_eq!(run.status.code(), Some(1), "{printed}");
+    let found = severities(&printed);
     for subject in ["runtime", "port"] {
         let error = (subject.to_owned(), "error".to_owned());
         assert!(found.contains(&error), "{subject}: {found:?}");
     }
     assert!(
-        said.contains("unix:///nonexistent/runtime.sock")
-            && said.contains("--container-runtime-endpoint"),
-        "{said}"
+        printed.contains("unix:///nonexistent/runtime.sock")
+            && printed.contains("--container-runtime-endpoint"),
+        "{printed}"
     );
     let invalid = Command::new(support::holdfast())
         .args(["doctor", "-o", "json", "--name", cluster.name(), "--port=0"])
         .output()
         .unwrap();
-    let said = String::from_utf8(invalid.stdout).unwrap();
-    assert_eq!(invalid.status.code(), Some(1), "{said}");
+    let printed = String::from_utf8(invalid.stdout).unwrap();
+    assert_eq!(invalid.status.code(), Some(1), "{printed}");
     assert_eq!(
-        severities(&said),
+        severities(&printed),
         [("config".to_owned(), "error".to_owned())]
     );
-    assert!(said.contains("port: \\\"0\\\" is invalid"), "{said}");
+    assert!(printed.contains("port: \\\"0\\\" is invalid"), "{printed}");
 }
 
 /// `agent record pod` and `replay`, with an unchanged record and with one that another version might have written.
@@ -476,32 +476,32 @@ fn a_record_is_written_and_replayed(cluster: &Cluster) {
             .args(["replay", file])
             .output()
             .unwrap();
-        let said = [run.stdout, run.stderr].concat();
-        (run.status.code(), String::from_utf8(said).unwrap())
+        let printed = [run.stdout, run.stderr].concat();
+        (run.status.code(), String::from_utf8(printed).unwrap())
     };
-    let (code, said) = replay(&file);
-    assert_eq!(code, Some(0), "{said}");
+    let (code, printed) = replay(&file);
+    assert_eq!(code, Some(0), "{printed}");
     assert!(
-        said.contains(&format!("Pod {}/busy on node", cluster.namespace()))
-            && said.contains("decides the same in every turn"),
-        "{said}"
+        printed.contains(&format!("Pod {}/busy on node", cluster.namespace()))
+            && printed.contains("decides the same in every turn"),
+        "{printed}"
     );
     let mut report: serde_json::Value =
         serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
     let entry = &mut report["record"]["entries"][0];
     entry["decision"]["waiting"] = "for Godot".into();
     std::fs::write(&changed, report.to_string()).unwrap();
-    let (code, said) = replay(&changed);
-    assert_eq!(code, Some(1), "{said}");
+    let (code, printed) = replay(&changed);
+    assert_eq!(code, Some(1), "{printed}");
     assert!(
-        said.contains("for Godot") && said.contains("otherwise in 1 of"),
-        "{said}"
+        printed.contains("for Godot") && printed.contains("otherwise in 1 of"),
+        "{printed}"
     );
     std::fs::write(&changed, "nonsense").unwrap();
-    let (code, said) = replay(&changed);
+    let (code, printed) = replay(&changed);
     assert!(
-        code == Some(1) && said.contains("is not a record"),
-        "{said}"
+        code == Some(1) && printed.contains("is not a record"),
+        "{printed}"
     );
 }
 

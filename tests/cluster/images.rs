@@ -68,7 +68,7 @@ impl Registry {
                 return None;
             }
             assert!(
-                start.elapsed() < support::patience(),
+                start.elapsed() < support::condition_timeout(),
                 "the registry did not start"
             );
             std::thread::sleep(std::time::Duration::from_millis(50));
@@ -200,9 +200,9 @@ fn images_are_available_only_to_pods_with_credentials() {
         phase("free") == "Succeeded" && phase("member") == "Succeeded"
     });
     cluster.wait("the events of these pods", || {
-        let said = cluster.events("member");
-        said.contains("Normal Pulled Successfully pulled image")
-            && said.contains("Warning FailedToRetrieveImagePullSecret Unable to retrieve some image pull secrets (nosuch)")
+        let events = cluster.events("member");
+        events.contains("Normal Pulled Successfully pulled image")
+            && events.contains("Warning FailedToRetrieveImagePullSecret Unable to retrieve some image pull secrets (nosuch)")
     });
     for name in ["stranger", "nowhere"] {
         cluster.wait("other pods to wait with a reason", || {
@@ -234,8 +234,8 @@ fn images_are_available_only_to_pods_with_credentials() {
             .contains(&waiting("thief")["reason"].as_str().unwrap_or_default())
     });
     cluster.wait("a message that does not reveal the image", || {
-        let said = waiting("curious")["message"].to_string();
-        said.contains("is not present with pull policy of Never")
+        let message = waiting("curious")["message"].to_string();
+        message.contains("is not present with pull policy of Never")
     });
     // Between two retries.
     cluster.wait("an explanation of the failed pull", || {
@@ -250,20 +250,20 @@ fn images_are_available_only_to_pods_with_credentials() {
     let throttle = Throttle::before(&open);
     cluster.apply(&pod("slow", &format!("{}/slow:1", throttle.address), ""));
     let explain = || {
-        let said = Command::new(support::holdfast())
+        let output = Command::new(support::holdfast())
             .args(["explain", "pod", "slow", "--name", &cluster.name])
             .output()
             .unwrap();
-        String::from_utf8(said.stdout).unwrap()
+        String::from_utf8(output.stdout).unwrap()
     };
     cluster.wait("the pull's progress", || {
-        let said = explain();
-        said.contains("the image of container c is being pulled (")
-            && said.contains("MiB of 1 part in progress")
+        let explanation = explain();
+        explanation.contains("the image of container c is being pulled (")
+            && explanation.contains("MiB of 1 part in progress")
     });
     throttle.free.store(true, Ordering::Relaxed);
     cluster.wait("the slow pod to succeed", || phase("slow") == "Succeeded");
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 /// The output of `holdfast gc` for a cluster.
@@ -273,8 +273,8 @@ fn gc(cluster: &Cluster, flags: &[&str]) -> String {
         .args(flags)
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{said}");
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{printed}");
     String::from_utf8(output.stdout).unwrap()
 }
 
@@ -290,20 +290,20 @@ fn gc_announces_removals(cluster: &Cluster, used: &str, images: &dyn Fn() -> Str
     // The image is kept for a second after it was first seen.
     assert!(gc(cluster, &["--dry-run"]).contains("younger than its minimum age"));
     std::thread::sleep(std::time::Duration::from_millis(1100));
-    let told = gc(cluster, &["--dry-run"]);
+    let listing = gc(cluster, &["--dry-run"]);
     let line = |name: &str| {
-        let line = told.lines().find(|l| l.contains(name));
-        line.unwrap_or_else(|| panic!("no {name} in\n{told}"))
+        let line = listing.lines().find(|l| l.contains(name));
+        line.unwrap_or_else(|| panic!("no {name} in\n{listing}"))
             .trim()
     };
-    assert!(line(&second).starts_with("goes "), "{told}");
+    assert!(line(&second).starts_with("goes "), "{listing}");
     let of_used = line(used);
-    assert!(of_used.starts_with("stays "), "{told}");
-    assert!(of_used.contains("pod default/user"), "{told}");
-    assert!(line("pause").contains("pinned"), "{told}");
+    assert!(of_used.starts_with("stays "), "{listing}");
+    assert!(of_used.contains("pod default/user"), "{listing}");
+    assert!(line("pause").contains("pinned"), "{listing}");
     assert!(
         line("finished c #0").contains("the pod's status and logs"),
-        "{told}"
+        "{listing}"
     );
     assert!(images().contains(&second), "a dry run removes nothing");
     let report: Value = serde_json::from_str(&gc(cluster, &["-o", "json"])).unwrap();
@@ -332,9 +332,9 @@ fn an_invalid_name_is_reported(cluster: &Cluster) {
         waiting["reason"] == "InvalidImageName" && waiting["message"] == why
     });
     cluster.wait("the events", || {
-        let said = cluster.events("misnamed");
-        said.contains(&format!("Warning InspectFailed {why}"))
-            && said.contains("Warning Failed Error: InvalidImageName")
+        let events = cluster.events("misnamed");
+        events.contains(&format!("Warning InspectFailed {why}"))
+            && events.contains("Warning Failed Error: InvalidImageName")
     });
     cluster.kubectl(&["delete", "pod", "misnamed"]);
 }
@@ -382,5 +382,5 @@ fn unused_images_are_garbage_collected() {
         pod["status"]["containerStatuses"][0]["restartCount"], 0,
         "{pod}"
     );
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }

@@ -165,9 +165,10 @@ fn probes_hooks_restarts_and_ends_follow_the_pod_spec() {
         status(&pod("live"), "c")["restartCount"].as_i64() >= Some(1)
     });
     cluster.wait("the events of the restart", || {
-        let said = cluster.events("live");
-        said.contains("Warning Unhealthy Liveness probe failed: cat: can't open '/tmp/alive'")
-            && said.contains("Normal Killing Container c failed liveness probe, will be restarted")
+        let events = cluster.events("live");
+        events.contains("Warning Unhealthy Liveness probe failed: cat: can't open '/tmp/alive'")
+            && events
+                .contains("Normal Killing Container c failed liveness probe, will be restarted")
     });
 
     cluster.wait("readiness after the startup probe", || {
@@ -189,8 +190,8 @@ fn probes_hooks_restarts_and_ends_follow_the_pod_spec() {
     );
 
     cluster.wait("a failing postStart hook to stop its container", || {
-        let said = cluster.events("badhook");
-        said.contains("Warning FailedPostStartHook PostStartHook failed")
+        let events = cluster.events("badhook");
+        events.contains("Warning FailedPostStartHook PostStartHook failed")
             && status(&pod("badhook"), "c")["restartCount"].as_i64() >= Some(1)
     });
 
@@ -288,13 +289,13 @@ fn probes_hooks_restarts_and_ends_follow_the_pod_spec() {
             .contains("the image of container c cannot be pulled: ErrImageNeverPull")
     });
     cluster.wait("an explanation that names the missing volume", || {
-        let (said, pod) = (explain("unmounted", "text"), pod("unmounted"));
+        let (explanation, pod) = (explain("unmounted", "text"), pod("unmounted"));
         let message = status(&pod, "c")["state"]["waiting"]["message"]
             .as_str()
             .unwrap_or_default()
             .to_owned();
-        said.contains("volume v cannot be set up: configmap \"nosuch\" not found")
-            && said.contains("next try")
+        explanation.contains("volume v cannot be set up: configmap \"nosuch\" not found")
+            && explanation.contains("next try")
             && message == "volume v cannot be set up; the pod's events have the error"
     });
     // Between two retries: during one, another step may be the blocking one.
@@ -305,7 +306,7 @@ fn probes_hooks_restarts_and_ends_follow_the_pod_spec() {
     assert!(explain("startup", "svg").starts_with("<svg "));
     assert!(explain("nobody", "text").contains("kubectl get pod -o wide"));
 
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 /// Shortens the grace period while a pod that ignores SIGTERM is being stopped.
@@ -388,7 +389,7 @@ fn nothing_is_lost_across_rotations(log: &Path) {
         }
         text = files.iter().map(|(_, text)| text.as_str()).collect();
         assert!(
-            start.elapsed() < support::patience(),
+            start.elapsed() < support::condition_timeout(),
             "following the log did not reach its end"
         );
         std::thread::sleep(Duration::from_millis(20));
@@ -486,7 +487,7 @@ fn logs_are_rotated_linked_and_removed_with_their_container() {
         let newest = [format!("{}.log", count - 1), format!("{count}.log")];
         names("crash").iter().all(|n| newest.contains(n))
     });
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 #[test]
@@ -587,19 +588,20 @@ fn logind_is_delayed_and_its_announcements_are_received() {
     assert_eq!(logind.inhibitors(), ["shutdown kubelet delay"]);
     for announced in [true, false, true] {
         logind.announce(announced);
-        let heard = async { (listening.next().await, listening.is_shutting_down().await) };
-        let heard = async { tokio::time::timeout(support::patience(), heard).await };
-        let heard = runtime.block_on(heard);
-        let (next, now) = heard.unwrap();
+        let notified = async { (listening.next().await, listening.is_shutting_down().await) };
+        let notified = async { tokio::time::timeout(support::condition_timeout(), notified).await };
+        let notified = runtime.block_on(notified);
+        let (next, now) = notified.unwrap();
         assert_eq!((next, now.unwrap()), (Some(announced), announced));
     }
     let refused = runtime.block_on(listening.inhibit());
-    assert!(matches!(refused, Err(LogindError::UnderWay)));
+    assert!(matches!(refused, Err(LogindError::InProgress)));
     logind.restart();
-    let heard = async { tokio::time::timeout(support::patience(), listening.next()).await };
-    let heard = runtime.block_on(heard);
+    let notified =
+        async { tokio::time::timeout(support::condition_timeout(), listening.next()).await };
+    let notified = runtime.block_on(notified);
     assert_eq!(
-        heard.unwrap(),
+        notified.unwrap(),
         None,
         "the subscription ends with the old logind"
     );
@@ -609,7 +611,7 @@ fn logind_is_delayed_and_its_announcements_are_received() {
     let dropped = std::time::Instant::now();
     while !logind.inhibitors().is_empty() {
         assert!(
-            dropped.elapsed() < support::patience(),
+            dropped.elapsed() < support::condition_timeout(),
             "the inhibitor was not released"
         );
         std::thread::sleep(Duration::from_millis(20));
@@ -697,7 +699,7 @@ fn a_shutdown_waits_for_pods() {
     cluster.wait("the pods to be ready", || {
         ready("plain") && ready("critical") && ready(&mirror)
     });
-    let says = || {
+    let ready_message = || {
         let path = "jsonpath={.status.conditions[?(@.type==\"Ready\")].message}";
         cluster.kubectl(&["get", "node", &node, "-o", path])
     };
@@ -705,7 +707,7 @@ fn a_shutdown_waits_for_pods() {
     let begun = Instant::now();
     logind.announce(true);
     cluster.wait("the node to report the shutdown", || {
-        says() == "node is shutting down"
+        ready_message() == "node is shutting down"
     });
     cluster.apply(&pod("late", 5, &format!("  nodeName: {node}")));
     let reason = |name: &str| cluster.pod(name)["status"]["reason"].clone();
@@ -720,7 +722,7 @@ fn a_shutdown_waits_for_pods() {
 
     logind.announce(false);
     cluster.wait("the node to be ready again", || {
-        logind.inhibitors().len() == 1 && says() == "kubelet is posting ready status"
+        logind.inhibitors().len() == 1 && ready_message() == "kubelet is posting ready status"
     });
     cluster.apply(&pod("after", 1, ""));
     cluster.wait("pods to be ready again", || {

@@ -163,7 +163,7 @@ fn container_logs_are_readable_in_every_way() {
     ] {
         assert_eq!(curl(&admin, path), code, "{path}");
     }
-    let raw = |path: &str| cluster.ask_node(path);
+    let raw = |path: &str| cluster.get_node_path(path);
     let pods: serde_json::Value = serde_json::from_str(&raw("/pods")).unwrap();
     let talker = pods["items"]
         .as_array()
@@ -217,7 +217,7 @@ fn container_logs_are_readable_in_every_way() {
         ),
         "200"
     );
-    cluster.end_clean();
+    cluster.delete_all_and_check();
     cluster.wait("the log lines of the new verbosity", || {
         let log = cluster.log("agent");
         // The agent may be writing the last line.
@@ -245,13 +245,13 @@ fn a_log_is_followed_across_rotations(cluster: &Cluster, image: &str) {
     });
     let arguments = ["logs", "-f", "counter"];
     let mut follow = Running(kubectl(cluster, &arguments).spawn().unwrap());
-    let (mut said, mut text) = (
+    let (mut reader, mut text) = (
         BufReader::new(follow.0.stdout.take().unwrap()),
         String::new(),
     );
-    said.read_line(&mut text).unwrap();
+    reader.read_line(&mut text).unwrap();
     support::inside(cluster, "counter", &["busybox", "touch", "/go"]);
-    said.read_to_string(&mut text).unwrap();
+    reader.read_to_string(&mut text).unwrap();
     let over = jiff::Timestamp::now();
     let expected: String = ["begun\n".to_owned()]
         .into_iter()
@@ -376,9 +376,9 @@ const LINES: u64 = 30_000;
 
 /// Reads the writer's output to its end. Returns the number of repetitions, in each of which every line
 /// came once and in order, and when the first one began. `each` is called at the start of each repetition.
-fn every_line_in_order(said: impl BufRead, each: impl Fn()) -> (u64, Option<Instant>) {
+fn every_line_in_order(reader: impl BufRead, each: impl Fn()) -> (u64, Option<Instant>) {
     let (mut times, mut next, mut since) = (0, LINES, None);
-    for line in said.lines().map(Result::unwrap) {
+    for line in reader.lines().map(Result::unwrap) {
         if line == "begun" {
             continue;
         }
@@ -448,10 +448,10 @@ fn a_fast_log_is_followed_without_a_gap() {
         .stdout(std::process::Stdio::piped())
         .spawn();
     let mut follow = Running(follow.unwrap());
-    let said = BufReader::with_capacity(1 << 20, follow.0.stdout.take().unwrap());
+    let reader = BufReader::with_capacity(1 << 20, follow.0.stdout.take().unwrap());
     std::fs::write(shared.path().join("go"), "").unwrap();
     // The writer continues until two rotations are complete.
-    let (times, since) = every_line_in_order(said, || {
+    let (times, since) = every_line_in_order(reader, || {
         if files() > 2 {
             std::fs::write(shared.path().join("enough"), "").unwrap();
         }
@@ -471,7 +471,7 @@ fn a_fast_log_is_followed_without_a_gap() {
 /// The number of logs that the agent is sending now, from its metrics.
 fn answered_now(cluster: &Cluster) -> Vec<String> {
     let of = "kubelet_http_inflight_requests{method=\"GET\",path=\"containerLogs\"";
-    let page = cluster.ask_node("/metrics");
+    let page = cluster.get_node_path("/metrics");
     let lines = page.lines().filter(|line| line.starts_with(of));
     let values = lines.filter_map(|line| line.rsplit(' ').next());
     values.map(str::to_owned).collect()
@@ -505,8 +505,8 @@ fn a_followed_log_shows_new_lines_immediately() {
             .take(15)
             .map(|line| {
                 let line = line.unwrap();
-                let said: jiff::Timestamp = line.split(' ').next().unwrap().parse().unwrap();
-                i64::try_from(jiff::Timestamp::now().duration_since(said).as_millis()).unwrap()
+                let logged_at: jiff::Timestamp = line.split(' ').next().unwrap().parse().unwrap();
+                i64::try_from(jiff::Timestamp::now().duration_since(logged_at).as_millis()).unwrap()
             })
             .collect();
         late.sort_unstable();

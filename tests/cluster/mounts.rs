@@ -188,7 +188,7 @@ fn mounts_follow_their_propagation_and_host_paths_are_checked() {
     )
     .unwrap();
     std::fs::write(place.path().join("late/file"), "came later").unwrap();
-    let look = |name: &str| {
+    let inspect = |name: &str| {
         inside(
             &cluster,
             name,
@@ -201,7 +201,7 @@ fn mounts_follow_their_propagation_and_host_paths_are_checked() {
         )
     };
     assert_eq!(
-        [look("none"), look("in"), look("both")],
+        [inspect("none"), inspect("in"), inspect("both")],
         ["nothing", "came later", "came later"]
     );
     inside(

@@ -117,11 +117,11 @@ fn containers_start_as_soon_as_a_missing_object_exists() {
     let bench = Bench { cluster, image };
     objects(&bench);
     annotations(&bench);
-    proxy.set_away(true);
+    proxy.set_unreachable(true);
     bench.create("patient", &json!({}), &json!([]));
     std::thread::sleep(AWAY);
     assert_eq!(bench.cluster.pod("patient")["status"]["phase"], "Pending");
-    bench.runs_at_once("patient", || proxy.set_away(false));
+    bench.runs_at_once("patient", || proxy.set_unreachable(false));
 
     let all = ["delete", "pod", "--all", "--wait=true"];
     bench.cluster.kubectl(&all);

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use holdfast::core::cpuset;
 use holdfast_proto::dra_health as health;
 use holdfast_proto::podresources::ListPodResourcesRequest;
-use pod_resources::who_has_what;
+use pod_resources::list_assignments;
 use serde_json::{Value, json};
 use support::{Cluster, pod};
 
@@ -34,7 +34,7 @@ fn stop_agent(cluster: &Cluster) {
     let pid = cluster.pid("agent");
     cluster.unsupervise("agent");
     signal(pid, nix::sys::signal::SIGTERM);
-    cluster.wait_for_end(pid);
+    cluster.wait_for_exit(pid);
 }
 
 /// Writes the node's status as an administrator.
@@ -156,7 +156,7 @@ fn a_short_absence_of_the_runtime_changes_nothing(cluster: &Cluster) {
 }
 
 /// The events about the node: type, reason and message, a line each.
-fn told(cluster: &Cluster) -> String {
+fn node_events(cluster: &Cluster) -> String {
     let name = cluster.node_name();
     let get = format!("get events -A --field-selector involvedObject.name={name} -o");
     let lines = "jsonpath={range .items[*]}{.type} {.reason} {.message}{\"\\n\"}{end}";
@@ -170,12 +170,12 @@ fn the_node_events_are_emitted(cluster: &Cluster) {
         ("uncordon", "NodeSchedulable"),
     ] {
         let event = format!("Normal {now} Node {name} status is now: {now}\n");
-        assert!(!told(cluster).contains(&event));
+        assert!(!node_events(cluster).contains(&event));
         cluster.kubectl(&[verb, &name]);
-        cluster.wait(now, || told(cluster).contains(&event));
+        cluster.wait(now, || node_events(cluster).contains(&event));
     }
     assert!(
-        !told(cluster).contains("Rebooted"),
+        !node_events(cluster).contains("Rebooted"),
         "the agent restarted, the machine did not"
     );
     let boot_id = cluster.node()["status"]["nodeInfo"]["bootID"].clone();
@@ -185,7 +185,7 @@ fn the_node_events_are_emitted(cluster: &Cluster) {
     write_status(cluster, &json!({"nodeInfo": {"bootID": "of-before"}}));
     cluster.up();
     cluster.wait("the event about the reboot", || {
-        told(cluster).contains(&event)
+        node_events(cluster).contains(&event)
     });
 }
 
@@ -282,7 +282,7 @@ fn checkpointed(cluster: &Cluster) -> usize {
 }
 
 fn managers_are_counted(cluster: &Cluster) {
-    let metrics = cluster.ask_node("/metrics");
+    let metrics = cluster.get_node_path("/metrics");
     for line in [
         "kubelet_cpu_manager_pinning_requests_total 1",
         "kubelet_cpu_manager_pinning_errors_total 0",
@@ -337,8 +337,8 @@ fn a_guaranteed_pod_gets_exclusive_cpus_and_memory() {
     assert!(is_without_quota(&cluster, "own"));
     managers_are_counted(&cluster);
     let own = format!("own [{last}] memory {} of 1", 32 << 20);
-    let told = Some((vec![own], vec![last.parse().unwrap()]));
-    assert_eq!(who_has_what(&cluster), told);
+    let assignments = Some((vec![own], vec![last.parse().unwrap()]));
+    assert_eq!(list_assignments(&cluster), assignments);
     assert_eq!(checkpointed(&cluster), 1);
     a_second_one_is_refused(&cluster, &image, &whole);
     stop_agent(&cluster);
@@ -349,7 +349,7 @@ fn a_guaranteed_pod_gets_exclusive_cpus_and_memory() {
     });
     // The containers keep their CPUs all the time, which does not show whether the new agent knows the assignment.
     cluster.wait("the agent to report the same assignments", || {
-        (who_has_what(&cluster), checkpointed(&cluster)) == (told.clone(), 1)
+        (list_assignments(&cluster), checkpointed(&cluster)) == (assignments.clone(), 1)
     });
     cluster.kubectl(&["delete", "pod", "own"]);
     cluster.wait("all CPUs to be shared again", || {
@@ -428,13 +428,13 @@ fn a_runtime_in_use_is_refused(cluster: &Cluster) {
         .args(["--containerd-endpoint", &endpoint])
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
     for dir in ["/var/lib/holdfast-t-intruder", "/run/holdfast-t-intruder"] {
         std::fs::remove_dir_all(dir).unwrap();
     }
     assert!(
-        !output.status.success() && said.contains("already serves a kubelet"),
-        "{said}"
+        !output.status.success() && printed.contains("already serves a kubelet"),
+        "{printed}"
     );
 }
 
@@ -600,8 +600,8 @@ fn kubelet_flags_are_in_the_help() {
 }
 
 /// From the podresources API: pods with the prepared devices of their claims. `None` while the agent does not answer.
-fn who_has_which_claim(cluster: &Cluster) -> Option<Vec<String>> {
-    pod_resources::ask(cluster, async |mut client| {
+fn list_claim_assignments(cluster: &Cluster) -> Option<Vec<String>> {
+    pod_resources::with_client(cluster, async |mut client| {
         let listed = client.list(ListPodResourcesRequest {}).await;
         let mut rows = vec![];
         for pod in listed.ok()?.into_inner().pod_resources {
@@ -646,9 +646,10 @@ fn allocate(cluster: &Cluster, driver: &str, pods: &[&str]) {
 fn containerd_with_cdi() -> Option<std::path::PathBuf> {
     let containerds = support::skip::fetched("HOLDFAST_RUNTIMES", "usr/bin/containerd");
     let is_2 = |program: &std::path::PathBuf| {
-        let said = Command::new(program).arg("--version").output().unwrap();
-        let said = String::from_utf8_lossy(&said.stdout).into_owned();
-        said.split_whitespace()
+        let printed = Command::new(program).arg("--version").output().unwrap();
+        let printed = String::from_utf8_lossy(&printed.stdout).into_owned();
+        printed
+            .split_whitespace()
             .any(|word| word.trim_start_matches('v').starts_with("2."))
     };
     let found = containerds.into_iter().find(is_2);
@@ -684,7 +685,7 @@ fn share_a_claim(cluster: &Cluster, image: &str) {
 
 /// Restarts the agent: the new one finds the prepared claims, and deletes ResourceSlices of drivers
 /// that may no longer run.
-fn exchange_the_agent(cluster: &Cluster, driver: &str) {
+fn replace_agent(cluster: &Cluster, driver: &str) {
     let pool = json!({"name": "pool", "generation": 1, "resourceSliceCount": 1});
     let slice = json!({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": "things"},
         "spec": {"driver": driver, "nodeName": cluster.node_name(), "pool": pool, "devices": [{"name": "a"}]}});
@@ -700,7 +701,7 @@ fn exchange_the_agent(cluster: &Cluster, driver: &str) {
 /// The driver's report of a device's health appears in the status of each container with this device,
 /// and replaces the previous report.
 fn the_device_is_reported_unhealthy(cluster: &Cluster, driver: &dra::Driver) {
-    let told = |name: &str| {
+    let device_health = |name: &str| {
         let status = cluster.pod(name)["status"]["containerStatuses"][0].clone();
         status["allocatedResourcesStatus"].clone()
     };
@@ -725,10 +726,10 @@ fn the_device_is_reported_unhealthy(cluster: &Cluster, driver: &dra::Driver) {
         ),
     ];
     for (status, why, shown) in steps {
-        driver.say(status, why);
+        driver.report_health(status, why);
         for name in ["one", "two"] {
             let shown = expected(shown.clone());
-            cluster.wait(&format!("{name}: {shown}"), || told(name) == shown);
+            cluster.wait(&format!("{name}: {shown}"), || device_health(name) == shown);
         }
     }
 }
@@ -755,30 +756,33 @@ fn claims_are_prepared_once_and_released_before_the_terminal_status() {
     }
     let row = |pod: &str| format!("{pod} shared {DRIVER}/pool/a holdfast.test/thing=a");
     let rows = vec![row("one"), row("two")];
-    assert_eq!(who_has_which_claim(&cluster), Some(rows));
+    assert_eq!(list_claim_assignments(&cluster), Some(rows));
     the_device_is_reported_unhealthy(&cluster, &driver);
-    exchange_the_agent(&cluster, DRIVER);
-    let asked = |call: &str| {
+    replace_agent(&cluster, DRIVER);
+    let call_count = |call: &str| {
         let calls = driver.calls();
         calls.iter().filter(|c| c.starts_with(call)).count()
     };
     cluster.wait("the driver to be registered again", || {
-        asked("outcome \"\"") >= 2
+        call_count("outcome \"\"") >= 2
     });
     cluster.kubectl(&["delete", "pod", "one"]);
     cluster.wait("the first pod to be removed", || cluster.pods().len() == 1);
-    assert_eq!((asked("prepare shared"), asked("unprepare")), (1, 0));
+    assert_eq!(
+        (call_count("prepare shared"), call_count("unprepare")),
+        (1, 0)
+    );
 
-    driver.refuse(Some("not yet"));
+    driver.fail_unprepare(Some("not yet"));
     let id = cluster.pod("two")["status"]["containerStatuses"][0]["containerID"].clone();
     let id = id.as_str().unwrap().rsplit('/').next().unwrap().to_owned();
     support::ctr(&cluster, "k8s.io", &["tasks", "kill", "-s", "SIGKILL", &id]);
     cluster.wait("a call to unprepare the claim", || {
-        asked("unprepare shared") > 0
+        call_count("unprepare shared") > 0
     });
     let status = cluster.pod("two")["status"].clone();
     assert_eq!(status["phase"], "Running", "{status}");
-    driver.refuse(None);
+    driver.fail_unprepare(None);
     cluster.wait("the second pod to fail", || {
         cluster.pod("two")["status"]["phase"] == "Failed"
     });

@@ -66,9 +66,9 @@ fn hog_with(cluster: &Cluster, name: &str, script: &str, more: &Value) {
 }
 
 /// The same with requests.
-fn hog_with_requests(cluster: &Cluster, name: &str, script: &str, asked: &Value, more: &Value) {
+fn hog_with_requests(cluster: &Cluster, name: &str, script: &str, requested: &Value, more: &Value) {
     let mut requests = json!({"cpu": "10m", "memory": "10Mi"});
-    json_patch::merge(&mut requests, asked);
+    json_patch::merge(&mut requests, requested);
     let script =
         format!("until test -e /v/go; do sleep 0.1; done; {script}; : > /v/done; sleep 1000");
     let mut spec = json!({"volumes": [{"name": "v", "emptyDir": {}}],
@@ -105,7 +105,7 @@ fn volume_of(cluster: &Cluster, name: &str) -> std::path::PathBuf {
 }
 
 /// Starts hogs, and waits until each uses its full amount.
-fn let_grow(cluster: &Cluster, names: &[&str]) {
+fn release_and_wait(cluster: &Cluster, names: &[&str]) {
     for name in names {
         release(cluster, name);
     }
@@ -118,7 +118,7 @@ fn let_grow(cluster: &Cluster, names: &[&str]) {
 /// The pods that the agent has evicted so far, in its order.
 fn victims(cluster: &Cluster) -> Vec<String> {
     let log = cluster.log("agent");
-    let told = log.lines().filter(|line| {
+    let evictions = log.lines().filter(|line| {
         line.contains("evicting the pod: the node is short of")
             && line.contains("ends_already=false")
     });
@@ -127,7 +127,7 @@ fn victims(cluster: &Cluster) -> Vec<String> {
         let name = rest.trim_start_matches('"').split('_').next();
         name.unwrap().to_owned()
     };
-    told.map(name).collect()
+    evictions.map(name).collect()
 }
 
 /// Pods that must not be affected, with their containers.
@@ -204,7 +204,7 @@ fn eviction_of(cluster: &Cluster, name: &str) -> Value {
 fn watch_memory(cluster: &Cluster, crossed: u64, freed: u64) -> (Timestamp, Duration) {
     let wait = |reached: &dyn Fn(u64) -> bool| {
         let begun = Instant::now();
-        while !reached(used(cluster)) && begun.elapsed() < support::patience() {
+        while !reached(used(cluster)) && begun.elapsed() < support::condition_timeout() {
             std::thread::sleep(Duration::from_millis(1));
         }
         Instant::now()
@@ -222,8 +222,8 @@ fn used(cluster: &Cluster) -> u64 {
 /// resolution of one second.
 fn is_quick(cluster: &Cluster, name: &str, crossed: Timestamp) {
     let event = eviction_of(cluster, name);
-    let told: Timestamp = event["firstTimestamp"].as_str().unwrap().parse().unwrap();
-    let late = told.duration_since(crossed).as_secs_f64();
+    let evicted_at: Timestamp = event["firstTimestamp"].as_str().unwrap().parse().unwrap();
+    let late = evicted_at.duration_since(crossed).as_secs_f64();
     eprintln!(
         "{name}: evicted {late:.1} s after the threshold was crossed, rounded down to a second"
     );
@@ -306,7 +306,7 @@ fn disk_hogs_go_after_the_dead(cluster: &Cluster) {
     let id = cluster.pod("done")["status"]["containerStatuses"][0]["containerID"].clone();
     let id = id.as_str().unwrap().rsplit('/').next().unwrap().to_owned();
     let dead = || support::ctr(cluster, "k8s.io", &["containers", "ls", "-q"]).contains(&id);
-    let_grow(cluster, &["disk-asked", "disk-more"]);
+    release_and_wait(cluster, &["disk-asked", "disk-more"]);
     assert!(dead(), "the container remains until its pod is deleted");
     is_evicted(cluster, "disk-less", "DiskPressure", "ephemeral-storage");
     assert!(!dead(), "dead containers are removed first");
@@ -314,8 +314,8 @@ fn disk_hogs_go_after_the_dead(cluster: &Cluster) {
 
 fn make_disk_hogs(cluster: &Cluster) {
     let files = |mib: u32| format!("busybox dd if=/dev/zero of=/v/f bs=1M count={mib}");
-    let asked = json!({"ephemeral-storage": "60Mi"});
-    hog_with_requests(cluster, "disk-asked", &files(50), &asked, &json!({}));
+    let requested = json!({"ephemeral-storage": "60Mi"});
+    hog_with_requests(cluster, "disk-asked", &files(50), &requested, &json!({}));
     hog(cluster, "disk-more", &files(45));
     hog(cluster, "disk-less", &files(42));
 }
@@ -323,7 +323,7 @@ fn make_disk_hogs(cluster: &Cluster) {
 /// Inodes cannot be requested: the largest consumer is evicted first, then the next one, until the
 /// minimum reclaim is reached.
 fn inode_hogs_go(cluster: &Cluster) {
-    let_grow(cluster, &["inode-few", "inode-more"]);
+    release_and_wait(cluster, &["inode-few", "inode-more"]);
     is_evicted(cluster, "inode-less", "DiskPressure", "inodes");
     ranks(cluster, "inode-less", &["inode-less", "inode-few"]);
 }
@@ -393,7 +393,7 @@ fn fork_bombs_go(cluster: &Cluster) {
         support::condition(&cluster.pod("forks-more"), "Ready") == "True"
     });
     recount_processes(cluster);
-    let_grow(cluster, &["forks-few", "forks-low"]);
+    release_and_wait(cluster, &["forks-few", "forks-low"]);
     let status = is_evicted(cluster, "forks-more", "PIDPressure", "pids");
     let message = status["message"].as_str().unwrap();
     assert!(!message.contains("Container"), "{message}");
@@ -460,12 +460,12 @@ fn make_memory_hogs(cluster: &Cluster) {
         &memory_of_size("60m"),
         &of_class("high"),
     );
-    let asked = json!({"memory": "155Mi"});
+    let requested = json!({"memory": "155Mi"});
     hog_with_requests(
         cluster,
         "modest",
         &memory_of_size("160m"),
-        &asked,
+        &requested,
         &json!({}),
     );
 }
@@ -659,14 +659,14 @@ async fn changed_cgroups_are_restored() {
     std::fs::write(memory_of(system), "1048576000").unwrap();
     sys::cgroup::remove(&format!("{root}/kubepods/burstable")).unwrap();
     let begun = Instant::now();
-    let mended = tokio::time::timeout(Duration::from_secs(10), host.mend_cgroups()).await;
-    let mended = mended.expect("changes are detected within seconds");
-    eprintln!("restored after {:?}: {mended:?}", begun.elapsed());
-    let names: Vec<&str> = mended.iter().map(|m| m.cgroup.as_str()).collect();
+    let restored = tokio::time::timeout(Duration::from_secs(10), host.restore_cgroups()).await;
+    let restored = restored.expect("changes are detected within seconds");
+    eprintln!("restored after {:?}: {restored:?}", begun.elapsed());
+    let names: Vec<&str> = restored.iter().map(|m| m.cgroup.as_str()).collect();
     let burstable = format!("{root}/kubepods/burstable");
     assert_eq!(names, [system, &tier, &burstable, &own]);
-    assert!(mended.iter().all(|m| m.error.is_none()), "{mended:?}");
-    let found = mended[1].changes[0].to_string();
+    assert!(restored.iter().all(|m| m.error.is_none()), "{restored:?}");
+    let found = restored[1].changes[0].to_string();
     assert!(found.contains(" was 77 instead of "), "{found}");
     assert_eq!(text_of(&shares_of(&tier)), expected("2", "1"));
     assert_eq!(text_of(&shares_of(&burstable)), expected("2", "1"));

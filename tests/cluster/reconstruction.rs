@@ -288,7 +288,7 @@ impl Node {
     }
 
     fn is_clean(&self, round: &str) {
-        let deadline = Instant::now() + support::patience() * 3;
+        let deadline = Instant::now() + support::condition_timeout() * 3;
         while !self.left().is_empty() {
             assert!(
                 Instant::now() < deadline,

@@ -331,11 +331,14 @@ impl Node {
         self.cluster.apply(&manifest("sidecar", "", &spec));
         let uid = uid(&self.pod("sidecar").unwrap());
         self.within(10, "the container starts after its sidecar", || {
-            let said = self.explain("sidecar");
+            let explanation = self.explain("sidecar");
             // The runtime is queried after the explanation, so its state can only be newer.
             let main = self.observe(&uid).newest("main").cloned();
             let waits = main.is_none_or(|c| c.state == ContainerState::Created);
-            assert!(!waits || !said.contains("Running as specified"), "{said}");
+            assert!(
+                !waits || !explanation.contains("Running as specified"),
+                "{explanation}"
+            );
             !waits
         });
         self.within(15, "the pod succeeds", || self.is("sidecar", "Succeeded"));
@@ -603,7 +606,7 @@ impl Node {
             format!("containers: [{container}], volumes: [{{name: v, csi: {{driver: {DRIVER}}}}}]");
         self.cluster.apply(&manifest("left", "", &spec));
         self.within(20, "the pod is ready", || self.is_ready("left"));
-        driver.hang("unpublish", true);
+        driver.hang_calls("unpublish", true);
         kill(Pid::from_raw(self.cluster.pid("agent")), Signal::SIGKILL).unwrap();
         self.cluster
             .kubectl(&["delete", "pod", "left", "--grace-period=0", "--force"]);
@@ -626,7 +629,7 @@ impl Node {
             "the volume in {} was unmounted too early",
             directory.display()
         );
-        hanging.driver.hang("unpublish", false);
+        hanging.driver.hang_calls("unpublish", false);
         let undone = self.within(20, "the volume is unmounted", || !mounted());
         self.took(
             "a leftover volume is unmounted after the driver's recovery",
@@ -668,8 +671,8 @@ impl Node {
             self.cluster.events("later").contains("NetworkNotReady")
         });
         self.within(10, "the agent explains this, too", || {
-            let said = self.explain("later");
-            said.contains("the node's network is not ready")
+            let explanation = self.explain("later");
+            explanation.contains("the node's network is not ready")
         });
         let end = Instant::now() + Duration::from_secs(5);
         while Instant::now() < end {

@@ -170,7 +170,7 @@ fn whole_pods_and_running_init_containers_are_resized() {
     let refused = resized(&cluster, "whole", &none).unwrap_err();
     let why = "spec.resources.limits: Forbidden: a resource that is set cannot be removed";
     assert!(refused.contains(why), "{refused}");
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 fn sizes(cpu: &str, memory: &str) -> Value {
@@ -206,18 +206,18 @@ fn whole_pod(pod: &Sized<'_>) {
 fn below_what_is_used(pod: &Sized<'_>) {
     let sized = |memory: &str| json!({"resources": {"requests": {"memory": memory}, "limits": {"memory": memory}}});
     pod.resize(&sized("8Ki"));
-    let mut said = String::new();
+    let mut message = String::new();
     pod.cluster
         .wait("a condition about the refused resize", || {
             let Some(condition) = pod.condition() else {
                 return false;
             };
-            said = condition["message"].as_str().unwrap_or_default().into();
+            message = condition["message"].as_str().unwrap_or_default().into();
             condition["type"] == "PodResizeInProgress" && condition["reason"] == "Error"
         });
     assert!(
-        said.contains("pod memory limit (8192) below current usage ("),
-        "{said}"
+        message.contains("pod memory limit (8192) below current usage ("),
+        "{message}"
     );
     assert_eq!(pod.limits(None).0, mebi(32));
     assert_eq!(pod.limits(Some("c")).0, mebi(32));
@@ -247,15 +247,15 @@ fn pods_are_resized_in_place_and_wait_for_capacity() {
         made(&cluster, name, &json!({"containers": [container]}))
     };
     let live = pod("live", "100m", "NotRequired");
-    let anew = pod("anew", "100m", "RestartContainer");
+    let restarted = pod("anew", "100m", "RestartContainer");
     let big = pod("big", &format!("{}m", cpus * 1000 - 700), "NotRequired");
     cluster.wait("all pods to run", || {
-        [&live, &anew, &big].iter().all(|p| p.runs("c"))
+        [&live, &restarted, &big].iter().all(|p| p.runs("c"))
     });
     let before = live.container("c")["containerID"].clone();
     let larger =
         json!({"requests": {"cpu": "200m", "memory": "48Mi"}, "limits": {"memory": "128Mi"}});
-    for pod in [&live, &anew] {
+    for pod in [&live, &restarted] {
         pod.resize(&one(&larger));
         cluster.wait("the pod to have the new size", || {
             let resources = &pod.container("c")["resources"];
@@ -272,7 +272,7 @@ fn pods_are_resized_in_place_and_wait_for_capacity() {
     assert_eq!(live.container("c")["containerID"], before);
     assert_eq!(live.container("c")["restartCount"], 0);
     assert_eq!(
-        anew.container("c")["restartCount"],
+        restarted.container("c")["restartCount"],
         1,
         "the resize policy requires a restart"
     );
@@ -281,9 +281,9 @@ fn pods_are_resized_in_place_and_wait_for_capacity() {
         assert_eq!(support::inside(&cluster, "live", &shares), "204");
     }
     cluster.wait("the events of the resize", || {
-        let said = cluster.events("live");
-        said.contains("ResizeStarted Pod resize started: {")
-            && said.contains("ResizeCompleted Pod resize completed: {")
+        let events = cluster.events("live");
+        events.contains("ResizeStarted Pod resize started: {")
+            && events.contains("ResizeCompleted Pod resize completed: {")
     });
 
     // A resize that does not fit is deferred, reports this, and is applied when capacity becomes free.
@@ -308,5 +308,5 @@ fn pods_are_resized_in_place_and_wait_for_capacity() {
     let refused = resized(&cluster, "live", &one(&none)).unwrap_err();
     let why = "must not change the pod's QoS class";
     assert!(refused.contains(why), "{refused}");
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }

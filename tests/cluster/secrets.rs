@@ -97,13 +97,13 @@ fn a_secret_is_in_no_log_event_or_core_file() {
         .unwrap()
         .any(|e| stands_in(&e.unwrap().path(), &needles));
     assert!(store, "the store contains the secret");
-    for said in [
+    for text in [
         cluster.kubectl(&["get", "events", "-A", "-o", "yaml"]),
         cluster.kubectl(&["get", "pods", "-A", "-o", "yaml"]),
         explained,
         recorded,
     ] {
-        assert!(!needles.iter().any(|n| said.contains(n)), "{said}");
+        assert!(!needles.iter().any(|n| text.contains(n)), "{text}");
     }
     // A core file would contain everything, so core files are disabled.
     let limits = std::fs::read_to_string(format!("/proc/{}/limits", cluster.pid("agent"))).unwrap();
@@ -116,5 +116,5 @@ fn a_secret_is_in_no_log_event_or_core_file() {
         ["0", "0"],
         "{core}"
     );
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }

@@ -20,7 +20,7 @@ fn commands_run_in_containers_and_ports_are_forwarded() {
         ["shell", "web"]
             .iter()
             .all(|name| condition(&cluster.pod(name), "Ready") == "True")
-            && listens(&cluster, "web")
+            && is_listening(&cluster, "web")
     });
     let descriptors = || {
         std::fs::read_dir(format!("/proc/{}/fd", cluster.pid("agent")))
@@ -105,8 +105,8 @@ fn commands_run_in_containers_and_ports_are_forwarded() {
     );
     let mut line = String::new();
     // Kept open, because kubectl prints a line for every connection.
-    let mut said = BufReader::new(forward.0.stdout.take().unwrap());
-    said.read_line(&mut line).unwrap();
+    let mut reader = BufReader::new(forward.0.stdout.take().unwrap());
+    reader.read_line(&mut line).unwrap();
     let port = line
         .split("127.0.0.1:")
         .nth(1)
@@ -119,7 +119,7 @@ fn commands_run_in_containers_and_ports_are_forwarded() {
     }
     slow_readers_and_resets(&cluster, &port);
     assert!(forward.0.try_wait().unwrap().is_none(), "the session ended");
-    drop((forward, said));
+    drop((forward, reader));
 
     // Attaching to a container's own streams.
     let mut attached = Running(
@@ -135,9 +135,9 @@ fn commands_run_in_containers_and_ports_are_forwarded() {
         .write_all(b"hello\n")
         .unwrap();
     let mut reader = BufReader::new(attached.0.stdout.take().unwrap());
-    let mut said = String::new();
-    while !said.contains("got hello") {
-        assert!(reader.read_line(&mut said).unwrap() > 0, "{said}");
+    let mut text = String::new();
+    while !text.contains("got hello") {
+        assert!(reader.read_line(&mut text).unwrap() > 0, "{text}");
     }
     drop(attached);
 
@@ -159,7 +159,7 @@ fn commands_run_in_containers_and_ports_are_forwarded() {
         descriptors() <= before + 5
     });
     // kubectl used WebSockets with the newest protocol. It falls back to SPDY only if the server rejects them.
-    let metrics = cluster.ask_node("/metrics");
+    let metrics = cluster.get_node_path("/metrics");
     for what in ["exec", "attach", "portforward"] {
         assert!(
             metrics.contains(&format!(
@@ -174,7 +174,7 @@ fn commands_run_in_containers_and_ports_are_forwarded() {
 
 /// An ephemeral container of `kubectl debug` runs next to the others, and its log can be read.
 fn a_container_looks_around(cluster: &Cluster, image: &str) {
-    let looked = kubectl(
+    let shell = kubectl(
         cluster,
         &[
             "debug",
@@ -189,7 +189,7 @@ fn a_container_looks_around(cluster: &Cluster, image: &str) {
     )
     .output()
     .unwrap();
-    assert!(looked.status.success(), "{looked:?}");
+    assert!(shell.status.success(), "{shell:?}");
     cluster.wait("the log of the ephemeral container", || {
         let pod = cluster.pod("shell");
         let name = pod["spec"]["ephemeralContainers"][0]["name"]
@@ -367,7 +367,7 @@ fn output_arrives_at_a_slow_reader(
 }
 
 fn ends_without_a_trace(cluster: &Cluster) {
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 fn sessions_have_time_to_end_when_the_agent_stops(cluster: &Cluster) {
@@ -414,14 +414,14 @@ fn sessions_have_time_to_end_when_the_agent_stops(cluster: &Cluster) {
         begun.elapsed() > Duration::from_secs(9),
         "the grace period of sessions was observed"
     );
-    cluster.wait_for_end(pid);
+    cluster.wait_for_exit(pid);
     cluster.up();
     // The status of the Node may be old.
     cluster.wait("new sessions to be accepted again", another);
 }
 
 /// Whether a pod's web server answers: a pod without a probe is ready before it listens.
-fn listens(cluster: &Cluster, name: &str) -> bool {
+fn is_listening(cluster: &Cluster, name: &str) -> bool {
     let ip = cluster.pod(name)["status"]["podIP"].clone();
     ip.as_str()
         .is_some_and(|ip| support::http_get(&format!("{ip}:80")).is_some())
@@ -463,7 +463,7 @@ fn idle_connections_and_slow_readers_block_no_other_client() {
     let port = cluster.agent_port();
     let answered = || {
         let begun = Instant::now();
-        assert_eq!(cluster.ask_node("/healthz"), "ok");
+        assert_eq!(cluster.get_node_path("/healthz"), "ok");
         assert!(
             begun.elapsed() < Duration::from_secs(20),
             "other clients are served: {:?}",
@@ -537,7 +537,7 @@ fn idle_connections_and_slow_readers_block_no_other_client() {
         held.max(streaming).saturating_sub(before) <= 50,
         "MiB before, with idle connections, with unread streams: {before}, {held}, {streaming}"
     );
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 /// The number of open descriptors of the agent.
@@ -551,15 +551,15 @@ const STREAMS: usize = 10_000;
 /// Waits for an expected response.
 async fn answered(stream: &mut (impl tokio::io::AsyncRead + Unpin), line: &str, expected: &str) {
     use tokio::io::AsyncReadExt as _;
-    let mut said = String::new();
-    while !said.contains(expected) {
+    let mut text = String::new();
+    while !text.contains(expected) {
         let mut piece = [0; 1024];
         let read = tokio::time::timeout(Duration::from_secs(60), stream.read(&mut piece)).await;
         let length = read
-            .unwrap_or_else(|_| panic!("{line}: no answer after {said:?}"))
+            .unwrap_or_else(|_| panic!("{line}: no answer after {text:?}"))
             .unwrap();
-        assert!(length > 0, "{line}: the connection ended after {said:?}");
-        said += &String::from_utf8_lossy(&piece[..length]);
+        assert!(length > 0, "{line}: the connection ended after {text:?}");
+        text += &String::from_utf8_lossy(&piece[..length]);
     }
 }
 
@@ -666,7 +666,7 @@ fn thousands_of_streams_leave_nothing_behind() {
         cluster.kubectl(&["exec", "shell", "--", "busybox", "echo", "still here"]),
         "still here\n"
     );
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 #[test]
@@ -684,7 +684,7 @@ fn newer_kubectls_run_commands_and_forward_ports() {
         ["shell", "web"]
             .iter()
             .all(|name| condition(&cluster.pod(name), "Ready") == "True")
-            && listens(&cluster, "web")
+            && is_listening(&cluster, "web")
     });
     cluster.kubectl(&[
         "exec",
@@ -753,22 +753,22 @@ fn newer_kubectls_run_commands_and_forward_ports() {
             .unwrap()
             .write_all(b"hello\n")
             .unwrap();
-        let mut said = BufReader::new(attached.stdout.take().unwrap());
+        let mut reader = BufReader::new(attached.stdout.take().unwrap());
         let attached = Running(attached);
         let mut line = String::new();
-        said.read_line(&mut line).unwrap();
+        reader.read_line(&mut line).unwrap();
         assert_eq!(line.trim(), "got hello", "{version}");
-        drop((attached, said));
+        drop((attached, reader));
         let mut forward = Running(
             with(program, &cluster, &["port-forward", "web", ":80"])
                 .spawn()
                 .unwrap(),
         );
-        let (mut line, mut said) = (
+        let (mut line, mut reader) = (
             String::new(),
             BufReader::new(forward.0.stdout.take().unwrap()),
         );
-        said.read_line(&mut line).unwrap();
+        reader.read_line(&mut line).unwrap();
         let port = line
             .split("127.0.0.1:")
             .nth(1)
@@ -776,7 +776,7 @@ fn newer_kubectls_run_commands_and_forward_ports() {
             .unwrap_or_else(|| panic!("{version}: {line}"));
         let answer = forwarded(port);
         assert!(answer.contains("Hello from web"), "{version}: {answer}");
-        drop((forward, said));
+        drop((forward, reader));
         assert!(
             run(&["auth", "whoami"]).1.contains("system:authenticated"),
             "{version}"

@@ -36,7 +36,7 @@ impl Drop for Supervisor {
 }
 
 fn wait(what: &str, mut is: impl FnMut() -> bool) {
-    let deadline = Instant::now() + support::patience();
+    let deadline = Instant::now() + support::condition_timeout();
     while !is() {
         assert!(Instant::now() < deadline, "not in time: {what}");
         std::thread::sleep(Duration::from_millis(10));
@@ -86,7 +86,7 @@ fn every_running_part_is_recorded() {
         std::thread::sleep(Duration::from_millis(round * 4));
         supervisor.kill().unwrap();
         supervisor.wait().unwrap();
-        let noted = || -> Option<i32> {
+        let recorded_pid = || -> Option<i32> {
             let text = std::fs::read_to_string(dir.path().join("agent.pid")).ok()?;
             text.split(' ').next()?.parse().ok()
         };
@@ -102,15 +102,17 @@ fn every_running_part_is_recorded() {
         };
         // The PID that `down` would find: it waits for a process that is just recording its PID. All processes
         // that still run later must have been found.
-        let noting = std::fs::File::open(dir.path()).unwrap();
-        noting.lock().unwrap();
-        let known = noted();
-        drop(noting);
+        let directory_lock = std::fs::File::open(dir.path()).unwrap();
+        directory_lock.lock().unwrap();
+        let known = recorded_pid();
+        drop(directory_lock);
         std::thread::sleep(Duration::from_millis(100));
         // A process before its exec exits as soon as it notices that its parent has exited.
         let begun = Instant::now();
         let mut left = marked();
-        while left.iter().any(|pid| Some(*pid) != known) && begun.elapsed() < support::patience() {
+        while left.iter().any(|pid| Some(*pid) != known)
+            && begun.elapsed() < support::condition_timeout()
+        {
             std::thread::sleep(Duration::from_millis(20));
             left = marked();
         }
@@ -130,8 +132,8 @@ fn every_running_part_is_recorded() {
 #[test]
 fn a_late_process_does_not_replace_the_recorded_part() {
     let dir = tempfile::tempdir().unwrap();
-    let noted = dir.path().join("agent.pid");
-    std::fs::write(&noted, "7 7\n").unwrap();
+    let pid_file = dir.path().join("agent.pid");
+    std::fs::write(&pid_file, "7 7\n").unwrap();
     // Process 1 is not its parent.
     let late = Command::new(env!("CARGO_BIN_EXE_holdfast"))
         .args(["supervise", "--part", "agent", "--for", "1", "--run"])
@@ -141,9 +143,9 @@ fn a_late_process_does_not_replace_the_recorded_part() {
         .args(["--", "true"])
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&late.stderr);
-    assert!(said.contains("agent is not started"), "{said}");
-    assert_eq!(std::fs::read_to_string(&noted).unwrap(), "7 7\n");
+    let printed = String::from_utf8_lossy(&late.stderr);
+    assert!(printed.contains("agent is not started"), "{printed}");
+    assert_eq!(std::fs::read_to_string(&pid_file).unwrap(), "7 7\n");
 }
 
 #[test]
@@ -227,8 +229,8 @@ fn the_readiness_is_that_of_the_agent_that_runs(cluster: &Cluster) {
         .kubectl(&["get", "nodes", "-o", path])
         .parse()
         .unwrap();
-    let noted = std::fs::metadata(cluster.run_dir().join("agent.pid")).unwrap();
-    let started = jiff::Timestamp::try_from(noted.modified().unwrap()).unwrap();
+    let pid_file = std::fs::metadata(cluster.run_dir().join("agent.pid")).unwrap();
+    let started = jiff::Timestamp::try_from(pid_file.modified().unwrap()).unwrap();
     assert!(
         heartbeat.as_second() >= started.as_second(),
         "{heartbeat} is before {started}"
@@ -338,7 +340,7 @@ fn pods_of_a_silent_node_are_deleted() {
             .kubectl(&["get", "pod", name, "-o", path])
             .is_empty()
     };
-    let deadline = Instant::now() + Duration::from_secs(50) + support::patience();
+    let deadline = Instant::now() + Duration::from_secs(50) + support::condition_timeout();
     for i in 1.. {
         assert!(Instant::now() < deadline, "{}", ready());
         heartbeat(i);

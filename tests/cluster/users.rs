@@ -21,7 +21,7 @@ fn manifest(name: &str, image: &str) -> String {
 struct Users<'a>(&'a Cluster, &'a str);
 
 impl Users<'_> {
-    fn says(&self, command: &str) -> String {
+    fn run(&self, command: &str) -> String {
         let Users(cluster, name) = self;
         let shell = ["exec", name, "--", "busybox", "sh", "-c", command];
         cluster.kubectl(&shell).trim().to_owned()
@@ -29,7 +29,7 @@ impl Users<'_> {
 
     /// The first of its IDs on the host.
     fn first(&self) -> u32 {
-        let map = self.says("cat /proc/self/uid_map; cat /proc/self/gid_map");
+        let map = self.run("cat /proc/self/uid_map; cat /proc/self/gid_map");
         let lines: Vec<Vec<u32>> = map
             .lines()
             .map(|l| l.split_whitespace().map(|n| n.parse().unwrap()).collect())
@@ -97,18 +97,18 @@ fn pods_have_their_own_user_namespaces() {
     let firsts = [one.first(), two.first()];
     for (pod, first) in [(&one, firsts[0]), (&two, firsts[1])] {
         assert!(first >= USERS && first.is_multiple_of(USERS), "{first}");
-        assert_eq!((pod.says("id -u"), pod.on_host()), ("0".into(), first));
+        assert_eq!((pod.run("id -u"), pod.on_host()), ("0".into(), first));
     }
     assert_ne!(firsts[0], firsts[1]);
 
     // Inside the pod, volumes look as in any other pod.
     let owners = "busybox stat -L -c '%u:%g %a' /e /s/pin /m/a; touch /e/f; busybox stat -c '%u:%g' /e/f; cat /s/pin";
     assert_eq!(
-        one.says(owners),
+        one.run(owners),
         "0:1234 2777\n0:1234 440\n0:1234 644\n0:1234\n42"
     );
     let last = "busybox chown 131071 /e/f; busybox stat -c %u /e/f; busybox chown 0 /e/f";
-    assert_eq!(one.says(last), "131071", "the last user ID of the pod");
+    assert_eq!(one.run(last), "131071", "the last user ID of the pod");
     // On the host, files below the kubelet's paths belong to root, so that an agent without user
     // namespaces can read them.
     let file = std::fs::metadata(
@@ -134,5 +134,5 @@ fn pods_have_their_own_user_namespaces() {
     let started = cluster.metric("kubelet_started_user_namespaced_pods_total");
     assert_eq!(started, Some(1.0), "the count since this agent's start");
 
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }

@@ -162,7 +162,7 @@ fn volumes_follow_changes_in_the_api() {
         .map(|p| p["status"]["containerStatuses"][0]["restartCount"].clone())
         .collect();
     assert_eq!(restarts, [1, 0]);
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 fn claim(name: &str, more: &str) -> String {
@@ -201,9 +201,9 @@ fn events_name_other_failures(
         let format =
             "jsonpath={range .items[*]}{.involvedObject.name} {.reason}: {.message}{\"\\n\"}{end}";
         let events = cluster.kubectl(&["get", "events", "-o", format]);
-        let told = "other FailedMountOnFilesystemMismatch: ";
+        let prefix = "other FailedMountOnFilesystemMismatch: ";
         let mut lines = events.lines();
-        lines.any(|line| line.starts_with(told) && line.contains("type ext4"))
+        lines.any(|line| line.starts_with(prefix) && line.contains("type ext4"))
     });
     cluster.kubectl(&["delete", "pod", "sharer", "other"]);
 }
@@ -491,30 +491,30 @@ impl Drop for Dead {
 fn pods_above_their_disk_limits_are_evicted() {
     let cluster = Cluster::start("evict", 37);
     let image = support::busybox(&cluster);
-    let greedy = |name: &str, limit: &str, volumes: &str, target: &str| {
+    let pod_with_limit = |name: &str, limit: &str, volumes: &str, target: &str| {
         pod(name, &image, volumes, "[{name: v, mountPath: /v}]")
             .replace("command: [busybox, sleep, '10000']", &format!("command: [busybox, sh, -c, 'mkdir -p /tmp; busybox dd if=/dev/zero of={target} bs=1M count=8; sleep 10000'], resources: {{limits: {{{limit}}}}}"))
     };
     let empty = "[{name: v, emptyDir: {}}]";
-    cluster.apply(&greedy(
+    cluster.apply(&pod_with_limit(
         "volume",
         "",
         "[{name: v, emptyDir: {sizeLimit: 2Mi}}]",
         "/v/large",
     ));
-    cluster.apply(&greedy(
+    cluster.apply(&pod_with_limit(
         "whole",
         "ephemeral-storage: 4Mi",
         empty,
         "/v/large",
     ));
-    cluster.apply(&greedy(
+    cluster.apply(&pod_with_limit(
         "layer",
         "ephemeral-storage: 4Mi",
         empty,
         "/tmp/large",
     ));
-    cluster.apply(&greedy(
+    cluster.apply(&pod_with_limit(
         "modest",
         "ephemeral-storage: 100Mi",
         "[{name: v, emptyDir: {sizeLimit: 100Mi}}]",
@@ -552,7 +552,7 @@ fn pods_above_their_disk_limits_are_evicted() {
         assert_eq!(condition(&cluster.pod(name), "DisruptionTarget"), "");
     }
     cluster.wait("the modest pod to be ready", || ready(&cluster, "modest"));
-    cluster.end_clean();
+    cluster.delete_all_and_check();
 }
 
 #[test]
@@ -602,7 +602,7 @@ fn a_hanging_mount_blocks_only_its_own_pod() {
     drop(dead);
     std::fs::create_dir_all(&path).unwrap();
     cluster.wait("a blocked pod to be ready", || ready(&cluster, "stuck-2"));
-    cluster.end_clean();
+    cluster.delete_all_and_check();
     std::fs::remove_dir(&path).unwrap();
 }
 

@@ -82,8 +82,8 @@ pub fn profiles_are_enforced(cluster: &Cluster, image: &str) {
         ("pods", OWN),
         ("changed", DEFAULT),
     ] {
-        let said = states[name]["terminated"]["message"].as_str();
-        assert_eq!(said.map(str::trim), Some(expected), "{name}");
+        let message = states[name]["terminated"]["message"].as_str();
+        assert_eq!(message.map(str::trim), Some(expected), "{name}");
     }
     let missing = pods.iter().find(|p| p["metadata"]["name"] == "missing");
     let why = &missing.unwrap()["status"]["containerStatuses"][0]["state"]["waiting"]["message"];

@@ -156,7 +156,10 @@ fn systemd_creates_the_cgroups() {
 }
 
 fn run(program: &str, arguments: &[&str]) {
-    let status = support::limited(program).args(arguments).status().unwrap();
+    let status = support::command_with_timeout(program)
+        .args(arguments)
+        .status()
+        .unwrap();
     assert!(status.success(), "{program} {arguments:?}: {status}");
 }
 
@@ -203,14 +206,14 @@ fn share_disk() {
     );
     let disk = cores.join("fileio_0/disk");
     std::fs::create_dir_all(&disk).unwrap();
-    let say = |file: std::path::PathBuf, text: &str| {
+    let write_file = |file: std::path::PathBuf, text: &str| {
         std::fs::write(&file, text).unwrap_or_else(|e| panic!("{}: {e}", file.display()))
     };
-    say(
+    write_file(
         disk.join("control"),
         "fd_dev_name=/srv/disk,fd_dev_size=33554432",
     );
-    say(disk.join("enable"), "1");
+    write_file(disk.join("enable"), "1");
     for dir in ["lun/lun_0", "np/192.0.2.10:3260"] {
         std::fs::create_dir_all(target.join(dir)).unwrap();
     }
@@ -221,9 +224,9 @@ fn share_disk() {
         ("demo_mode_write_protect", "0"),
         ("cache_dynamic_acls", "1"),
     ] {
-        say(target.join("attrib").join(attribute), value);
+        write_file(target.join("attrib").join(attribute), value);
     }
-    say(target.join("enable"), "1");
+    write_file(target.join("enable"), "1");
     run("systemctl", &["start", "iscsid"]);
 }
 
@@ -325,7 +328,10 @@ const NODE: &str = "cgroupDriver: systemd\npodPidsLimit: 100\nfeatureGates: {Mem
 /// than logind's default. No command can run in the machine afterwards.
 fn a_real_shutdown_waits_for_pods(cluster: Cluster, image: &str) {
     let run = |program: &str, arguments: &[&str]| {
-        let output = support::limited(program).args(arguments).output().unwrap();
+        let output = support::command_with_timeout(program)
+            .args(arguments)
+            .output()
+            .unwrap();
         assert!(output.status.success(), "{program}: {output:?}");
         String::from_utf8(output.stdout).unwrap()
     };
@@ -504,7 +510,7 @@ fn systemd_inside() {
         nix::sys::signal::Signal::SIGKILL,
     )
     .unwrap();
-    cluster.wait_for_end(agent);
+    cluster.wait_for_exit(agent);
     cluster.up();
     cluster.wait("both pods to be ready", || ready("one") && ready("two"));
     assert_eq!(
@@ -529,7 +535,7 @@ fn systemd_inside() {
     cluster.assert_clean();
     a_real_shutdown_waits_for_pods(cluster, &image);
     // The cgroup is removed a moment after its slice has stopped.
-    let deadline = Instant::now() + support::patience();
+    let deadline = Instant::now() + support::condition_timeout();
     while tier.exists() {
         assert!(Instant::now() < deadline, "the slice still exists");
         std::thread::sleep(Duration::from_millis(100));

@@ -33,11 +33,11 @@ fn a_node_recovers_from_every_kind_of_power_loss() {
     let disk = node.own_disk(work.path());
     for cycle in 0..=cycles {
         let after = Duration::from_millis(u64::from(cycle) * 1_700 % 5_000);
-        let said = node.run_until(&disk, AT_WORK, after);
-        let checked = said.contains(&format!("{CHECKED} {cycle}"));
+        let console_output = node.run_until(&disk, AT_WORK, after);
+        let checked = console_output.contains(&format!("{CHECKED} {cycle}"));
         assert!(
-            checked && !said.contains("panicked"),
-            "boot {cycle} of the virtual machine:\n{said}"
+            checked && !console_output.contains("panicked"),
+            "boot {cycle} of the virtual machine:\n{console_output}"
         );
         println!("boot {cycle} of {cycles} is correct");
     }
@@ -60,7 +60,7 @@ fn inside() {
     println!("{CHECKED} {cycle}");
     match cycle % 2 {
         0 => power_off(),
-        _ => work_until_the_power_goes(&cluster),
+        _ => work_until_power_off(&cluster),
     }
 }
 
@@ -220,7 +220,7 @@ fn power_off() {
 }
 
 /// Deletes a pod while the agent is down, and lets the agent start and stop other pods until the power is cut.
-fn work_until_the_power_goes(cluster: &Cluster) {
+fn work_until_power_off(cluster: &Cluster) {
     let pods = cluster.pods();
     let victim = named(&pods, "web-")[0];
     cluster.kill("agent");

@@ -17,7 +17,7 @@ const RUNNING: [&str; 4] = ["aligned", "burstable", "modest", "hog"];
 const MIB: u64 = 1 << 20;
 /// The memory limit of all pods together, and the part of it that must stay available.
 const LIMIT: u64 = 400 * MIB;
-const LEFT: u64 = 150 * MIB;
+const KEPT_FREE: u64 = 150 * MIB;
 
 #[test]
 fn resources_of_two_numa_nodes_are_aligned() {
@@ -66,7 +66,7 @@ fn configuration() -> String {
         let file = format!("/sys/devices/system/node/node{node}/meminfo");
         bytes(&file, "MemTotal:")
     });
-    let for_pods = (LIMIT - LEFT) / 2;
+    let for_pods = (LIMIT - KEPT_FREE) / 2;
     let system = totals.iter().sum::<u64>() - LIMIT;
     let reserved = [0, 1].map(|node| {
         let bytes = totals[node] - for_pods;
@@ -81,7 +81,7 @@ fn configuration() -> String {
         format!("reservedMemory: [{}]", reserved.join(", ")),
         "topologyManagerPolicy: single-numa-node".into(),
         format!("systemReserved: {{memory: '{system}'}}"),
-        format!("evictionHard: {{memory.available: {}Mi}}", LEFT / MIB),
+        format!("evictionHard: {{memory.available: {}Mi}}", KEPT_FREE / MIB),
         "failSwapOn: false".into(),
         "memorySwap: {swapBehavior: LimitedSwap}".into(),
     ];
@@ -109,7 +109,7 @@ fn apply(cluster: &Cluster, pods: &[Value]) {
 /// Waits in one process: starting kubectl takes seconds on an emulated CPU.
 pub fn wait_for(cluster: &Cluster, condition: &str, names: &[&str]) {
     let condition = format!("--for={condition}");
-    let timeout = format!("--timeout={}s", support::patience().as_secs());
+    let timeout = format!("--timeout={}s", support::condition_timeout().as_secs());
     let pods = names.iter().map(|name| format!("pod/{name}"));
     let pods: Vec<String> = pods.collect();
     let mut arguments = vec!["wait", &condition, &timeout];
@@ -129,8 +129,8 @@ const IDLE: &str = "exec busybox sleep 100000";
 const GROWS: &str = "until test -e /v/go; do sleep 1; done; busybox dd if=/dev/zero bs=280M count=1 | busybox sleep 100000";
 
 /// Pods whose request fits on the node, but not on one NUMA node: three CPUs, or more than half of the memory.
-fn too_wide(node: &str) -> [Value; 2] {
-    let half_and_more = (LIMIT - LEFT) * 3 / 5;
+fn too_large_for_numa(node: &str) -> [Value; 2] {
+    let half_and_more = (LIMIT - KEPT_FREE) * 3 / 5;
     [("many", 3, 16 * MIB), ("much", 1, half_and_more)].map(|(name, cpu, memory)| {
         let whole = json!({"limits": {"cpu": cpu, "memory": memory.to_string()}});
         pod(node, name, IDLE, &[("c", whole)])
@@ -139,9 +139,9 @@ fn too_wide(node: &str) -> [Value; 2] {
 
 fn is_refused(pod: &Value) {
     let status = &pod["status"];
-    let told = ["reason", "message"].map(|key| status[key].as_str().unwrap_or_default());
+    let rejection = ["reason", "message"].map(|key| status[key].as_str().unwrap_or_default());
     let message = "Pod was rejected: Resources cannot be allocated with Topology locality";
-    assert_eq!(told, ["TopologyAffinityError", message], "{status}");
+    assert_eq!(rejection, ["TopologyAffinityError", message], "{status}");
 }
 
 /// The running containers.
@@ -179,7 +179,7 @@ fn start(cluster: &Cluster) -> Containers {
     let asks = json!({"requests": {"memory": "48Mi"}});
     let even = json!({"requests": {"memory": "16Mi"}, "limits": {"memory": "16Mi"}});
     let little = json!({"requests": {"memory": "8Mi"}});
-    let mut pods = too_wide(&node).to_vec();
+    let mut pods = too_large_for_numa(&node).to_vec();
     pods.push(pod(
         &node,
         "burstable",

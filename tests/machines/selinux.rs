@@ -83,13 +83,13 @@ fn inside() {
 fn plugins_may_use_their_directories(cluster: &Cluster) {
     for name in ["plugins", "plugins_registry", "device-plugins"] {
         let dir = cluster.data().join("agent").join(name);
-        let told = support::limited("stat")
+        let output = support::command_with_timeout("stat")
             .args(["-c", "%C %a"])
             .arg(&dir)
             .output();
-        let told = String::from_utf8(told.unwrap().stdout).unwrap();
+        let output = String::from_utf8(output.unwrap().stdout).unwrap();
         assert_eq!(
-            told.trim(),
+            output.trim(),
             "system_u:object_r:container_file_t:s0 750",
             "{dir:?}"
         );
@@ -153,21 +153,21 @@ fn options(key: &str, value: &str) -> Value {
 
 /// The kernel's denials.
 fn denied() -> String {
-    let said = Command::new("dmesg").output().unwrap().stdout;
-    let said = String::from_utf8_lossy(&said).into_owned();
-    let lines = said.lines().filter(|line| line.contains("denied"));
+    let output = Command::new("dmesg").output().unwrap().stdout;
+    let output = String::from_utf8_lossy(&output).into_owned();
+    let lines = output.lines().filter(|line| line.contains("denied"));
     lines.collect::<Vec<_>>().join("\n")
 }
 
 /// Waits until every pod has a terminal phase.
 fn until_all_have_exited(cluster: &Cluster) {
-    let has_ended = |pod: &Value| {
+    let has_exited = |pod: &Value| {
         ["Succeeded", "Failed"].contains(&pod["status"]["phase"].as_str().unwrap_or_default())
     };
     cluster.wait_quietly("the pods to terminate", || {
         // A query costs as much CPU time as the pods need.
         std::thread::sleep(Duration::from_secs(3));
-        cluster.pods().iter().all(has_ended)
+        cluster.pods().iter().all(has_exited)
     });
 }
 
@@ -215,8 +215,8 @@ fn labels_decide_what_pods_can_use(cluster: &Cluster) {
         ),
     ] {
         let state = state(name);
-        let said = state["terminated"]["message"].as_str().unwrap_or_default();
-        let (own, found) = said.trim().split_once(' ').unwrap_or_default();
+        let message = state["terminated"]["message"].as_str().unwrap_or_default();
+        let (own, found) = message.trim().split_once(' ').unwrap_or_default();
         let denied = denied();
         assert!(own.starts_with(&label), "{name}: {state}\n{denied}");
         assert_eq!(found, files, "{name}: {state}\n{denied}");

@@ -64,7 +64,7 @@ fn inside() {
 
     make_the_kubelets_unit(&flags);
     systemctl(&["start", "kubelet"]);
-    pods.go_on(&cluster, "kubelet", KUBELET);
+    pods.check_unaffected(&cluster, "kubelet", KUBELET);
     run(
         "install",
         &[
@@ -77,19 +77,19 @@ fn inside() {
     );
     systemctl(&["daemon-reload"]);
     systemctl(&["restart", "kubelet"]);
-    pods.go_on(&cluster, "kubelet", INSTALLED);
+    pods.check_unaffected(&cluster, "kubelet", INSTALLED);
     one_that_is_killed_again_and_again_comes_back(&cluster);
     one_that_hangs_is_replaced(&cluster);
-    pods.go_on(&cluster, "kubelet", INSTALLED);
+    pods.check_unaffected(&cluster, "kubelet", INSTALLED);
     std::fs::remove_file(DROP_IN).unwrap();
     systemctl(&["daemon-reload"]);
     systemctl(&["restart", "kubelet"]);
-    pods.go_on(&cluster, "kubelet", KUBELET);
+    pods.check_unaffected(&cluster, "kubelet", KUBELET);
     systemctl(&["stop", "kubelet"]);
 
     make_a_service_of_its_own(&flags);
     systemctl(&["start", "holdfast-agent"]);
-    pods.go_on(&cluster, "holdfast-agent", INSTALLED);
+    pods.check_unaffected(&cluster, "holdfast-agent", INSTALLED);
     a_confined_agent_can_do_its_work(&cluster);
 }
 
@@ -235,14 +235,14 @@ fn start_pods(cluster: &Cluster) -> Pods {
 impl Pods {
     /// Checks that the unit runs this program, that its agent reports the node as ready, and that the pods
     /// are not affected.
-    fn go_on(&self, cluster: &Cluster, unit: &str, program: &str) {
+    fn check_unaffected(&self, cluster: &Cluster, unit: &str, program: &str) {
         cluster.wait("the unit to run", || {
             property(unit, "ActiveState") == "active"
         });
         let pid = main_pid(unit);
         let runs = std::fs::read_link(format!("/proc/{pid}/exe")).unwrap();
         assert_eq!(runs, Path::new(program));
-        is_heard(cluster, unit);
+        wait_until_reported(cluster, unit);
         for (name, life_before) in &self.0 {
             assert_eq!(
                 life(&cluster.pod(name)),
@@ -258,16 +258,16 @@ impl Pods {
 /// Waits until the running agent reports the node as ready. Every step that stops an agent calls this
 /// first: without a heartbeat within the control plane's grace period (50 s, which some starts take on
 /// a slow machine) pods would correctly become unready.
-fn is_heard(cluster: &Cluster, unit: &str) {
+fn wait_until_reported(cluster: &Cluster, unit: &str) {
     let begun = property(unit, "ExecMainStartTimestamp");
     let begun: i64 = begun.trim_start_matches('@').parse().unwrap();
     cluster.wait("this agent to report the node as ready", || {
         let node = cluster.node();
         let mut conditions = node["status"]["conditions"].as_array().unwrap().iter();
         let ready = conditions.find(|c| c["type"] == "Ready").unwrap();
-        let heard = ready["lastHeartbeatTime"].as_str().unwrap();
-        let heard: jiff::Timestamp = heard.parse().unwrap();
-        ready["status"] == "True" && heard.as_second() >= begun
+        let heartbeat = ready["lastHeartbeatTime"].as_str().unwrap();
+        let heartbeat: jiff::Timestamp = heartbeat.parse().unwrap();
+        ready["status"] == "True" && heartbeat.as_second() >= begun
     });
 }
 
@@ -284,7 +284,7 @@ fn one_that_is_killed_again_and_again_comes_back(cluster: &Cluster) {
         property("kubelet", "ActiveState") == "active"
     });
     assert!(property("kubelet", "NRestarts").parse::<u32>().unwrap() >= 6);
-    is_heard(cluster, "kubelet");
+    wait_until_reported(cluster, "kubelet");
 }
 
 /// The watchdog of the drop-in, with a shorter timeout for this test.
@@ -293,7 +293,7 @@ fn one_that_hangs_is_replaced(cluster: &Cluster) {
     std::fs::write(shorter, "[Service]\nWatchdogSec=20\nTimeoutAbortSec=1\n").unwrap();
     systemctl(&["daemon-reload"]);
     systemctl(&["restart", "kubelet"]);
-    is_heard(cluster, "kubelet");
+    wait_until_reported(cluster, "kubelet");
     let pid = main_pid("kubelet");
     signal(pid, nix::sys::signal::SIGSTOP);
     let stopped = Instant::now();
@@ -307,7 +307,7 @@ fn one_that_hangs_is_replaced(cluster: &Cluster) {
         stopped.elapsed()
     );
     assert_eq!(property("kubelet", "NRestarts"), "1");
-    is_heard(cluster, "kubelet");
+    wait_until_reported(cluster, "kubelet");
     std::fs::remove_file(shorter).unwrap();
     systemctl(&["daemon-reload"]);
     systemctl(&["restart", "kubelet"]);

@@ -61,8 +61,8 @@ pub fn probes(target: &Target, until: Instant) -> JoinHandle<Probes> {
                     }
                 },
             };
-            let asked = tokio::time::timeout(Duration::from_secs(20), target.ready(&mut stream));
-            match asked.await {
+            let response = tokio::time::timeout(Duration::from_secs(20), target.ready(&mut stream));
+            match response.await {
                 Ok(Ok(took)) => {
                     seen.readyz.push(took);
                     seen.control.push(control);

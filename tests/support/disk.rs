@@ -31,12 +31,12 @@ impl Loop {
     }
 
     /// Detaches the device. The kernel does this when the last user has closed it. The file keeps its content.
-    pub fn vanish(&mut self) {
+    pub fn detach(&mut self) {
         if std::mem::take(&mut self.is_there) {
-            let told = Command::new("losetup")
+            let output = Command::new("losetup")
                 .args(["--detach", &self.device])
                 .output();
-            succeeded("losetup", told.unwrap());
+            succeeded("losetup", output.unwrap());
         }
     }
 
@@ -46,7 +46,7 @@ impl Loop {
     }
 
     /// Whether a detached device is still in use.
-    pub fn is_held(&self) -> bool {
+    pub fn is_in_use(&self) -> bool {
         let output = Command::new("losetup")
             .args(["--associated", self.file.path().to_str().unwrap()])
             .output();
@@ -56,9 +56,9 @@ impl Loop {
 
     /// Attaches a detached device again, perhaps under another name. It must not be in use: there would be
     /// two filesystems over the same blocks.
-    pub fn come_back(&mut self) {
+    pub fn reattach(&mut self) {
         if !self.is_there {
-            assert!(!self.is_held(), "{} is in use", self.device);
+            assert!(!self.is_in_use(), "{} is in use", self.device);
             self.device = Loop::attach(&self.file);
             self.is_there = true;
         }
@@ -67,10 +67,10 @@ impl Loop {
     /// Makes the device larger.
     pub fn grow(&self, bytes: u64) {
         self.file.as_file().set_len(bytes).unwrap();
-        let told = Command::new("losetup")
+        let output = Command::new("losetup")
             .args(["--set-capacity", &self.device])
             .output();
-        succeeded("losetup", told.unwrap());
+        succeeded("losetup", output.unwrap());
     }
 }
 

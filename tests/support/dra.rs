@@ -23,7 +23,7 @@ struct Inner {
     calls: Mutex<Vec<String>>,
     /// The error message for every NodeUnprepareResources call, if these calls are to fail.
     refusal: Mutex<Option<String>>,
-    /// The health of the device, and a message; `None` until the first call of `say`.
+    /// The health of the device, and a message; `None` until the first call of `report_health`.
     health: watch::Sender<Option<(health::HealthStatus, &'static str)>>,
 }
 
@@ -47,12 +47,12 @@ impl Driver {
     }
 
     /// Makes NodeUnprepareResources fail, or succeed again.
-    pub fn refuse(&self, why: Option<&str>) {
+    pub fn fail_unprepare(&self, why: Option<&str>) {
         *self.inner.refusal.lock().unwrap() = why.map(ToOwned::to_owned);
     }
 
     /// Reports the health of the device, and a message.
-    pub fn say(&self, status: health::HealthStatus, why: &'static str) {
+    pub fn report_health(&self, status: health::HealthStatus, why: &'static str) {
         self.inner.health.send_replace(Some((status, why)));
     }
 
@@ -74,21 +74,21 @@ impl Driver {
             supported_versions: vec!["v1.DRAPlugin".into(), "v1beta1.DRAPlugin".into()],
         };
         let inner = Arc::clone(&self.inner);
-        let told = move |error: String| {
+        let record_outcome = move |error: String| {
             let mut calls = inner.calls.lock().unwrap();
             calls.push(format!("outcome {error:?}"));
         };
         let services = Server::builder()
             .add_service(DraPluginServer::new(self.clone()))
             .add_service(DraResourceHealthServer::new(self.clone()))
-            .add_service(registration(plugin, told));
+            .add_service(registration(plugin, record_outcome));
         let mut servers = Servers::new();
         servers.owns(&spec);
         servers.serve(&socket, services);
         servers
     }
 
-    fn note(&self, call: &str, claims: &[pb::Claim]) {
+    fn record(&self, call: &str, claims: &[pb::Claim]) {
         let names: Vec<&str> = claims.iter().map(|c| c.name.as_str()).collect();
         let mut calls = self.inner.calls.lock().unwrap();
         calls.push(format!("{call} {}", names.join(" ")));
@@ -102,7 +102,7 @@ impl DraPlugin for Driver {
         request: Request<pb::NodePrepareResourcesRequest>,
     ) -> Result<Response<pb::NodePrepareResourcesResponse>, Status> {
         let claims = request.into_inner().claims;
-        self.note("prepare", &claims);
+        self.record("prepare", &claims);
         let device = pb::Device {
             request_names: vec!["thing".into()],
             pool_name: "pool".into(),
@@ -126,7 +126,7 @@ impl DraPlugin for Driver {
         request: Request<pb::NodeUnprepareResourcesRequest>,
     ) -> Result<Response<pb::NodeUnprepareResourcesResponse>, Status> {
         let claims = request.into_inner().claims;
-        self.note("unprepare", &claims);
+        self.record("unprepare", &claims);
         let error = self.inner.refusal.lock().unwrap().clone();
         let answer = pb::NodeUnprepareResourceResponse {
             error: error.unwrap_or_default(),
@@ -147,10 +147,10 @@ impl DraResourceHealth for Driver {
         _: Request<health::NodeWatchResourcesRequest>,
     ) -> Result<Response<Self::NodeWatchResourcesStream>, Status> {
         let (sender, receiver) = tokio::sync::mpsc::channel(1);
-        let mut said = self.inner.health.subscribe();
+        let mut health = self.inner.health.subscribe();
         tokio::spawn(async move {
             loop {
-                let now = *said.borrow_and_update();
+                let now = *health.borrow_and_update();
                 let device = |(status, why): (health::HealthStatus, &str)| health::DeviceHealth {
                     device: Some(health::DeviceIdentifier {
                         pool_name: "pool".into(),
@@ -165,7 +165,7 @@ impl DraResourceHealth for Driver {
                 let message = health::NodeWatchResourcesResponse {
                     devices: now.into_iter().map(device).collect(),
                 };
-                if sender.send(Ok(message)).await.is_err() || said.changed().await.is_err() {
+                if sender.send(Ok(message)).await.is_err() || health.changed().await.is_err() {
                     return;
                 }
             }

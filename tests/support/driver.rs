@@ -32,7 +32,7 @@ struct State {
     secrets: HashMap<String, String>,
     outcome: Option<String>,
     /// The maximum number of volumes on this node, if it is not the initial 7.
-    most: Option<i64>,
+    volume_limit: Option<i64>,
 }
 
 #[derive(Clone)]
@@ -80,13 +80,13 @@ impl Driver {
             supported_versions: vec!["1.9.0".into()],
         };
         let state = Arc::clone(&self.state);
-        let told = move |error| state.lock().unwrap().outcome = Some(error);
+        let record_outcome = move |error| state.lock().unwrap().outcome = Some(error);
         let mut servers = Servers::new();
         let node = NodeServer::new(self.clone());
         servers.serve(&own, Server::builder().add_service(node));
         servers.serve(
             &registry.join(format!("{}-reg.sock", self.name)),
-            Server::builder().add_service(registration(plugin, told)),
+            Server::builder().add_service(registration(plugin, record_outcome)),
         );
         Running {
             driver: self,
@@ -110,7 +110,7 @@ impl Driver {
     }
 
     /// The volume context and the secrets of the last NodePublishVolume.
-    pub fn told(&self) -> (HashMap<String, String>, HashMap<String, String>) {
+    pub fn received(&self) -> (HashMap<String, String>, HashMap<String, String>) {
         let state = self.state.lock().unwrap();
         (state.context.clone(), state.secrets.clone())
     }
@@ -121,12 +121,12 @@ impl Driver {
     }
 
     /// Sets the maximum number of volumes on this node.
-    pub fn serve(&self, most: i64) {
-        self.state.lock().unwrap().most = Some(most);
+    pub fn set_volume_limit(&self, volume_limit: i64) {
+        self.state.lock().unwrap().volume_limit = Some(volume_limit);
     }
 
     /// Makes responses of this call get lost, until it is called again with `false`.
-    pub fn lose(&self, call: &str, lose: bool) {
+    pub fn lose_responses(&self, call: &str, lose: bool) {
         let mut state = self.state.lock().unwrap();
         if lose {
             _ = state.lost.insert(call.into())
@@ -136,7 +136,7 @@ impl Driver {
     }
 
     /// Makes this call fail with InvalidArgument, until it is called again with `false`.
-    pub fn refuse(&self, call: &str, refuse: bool) {
+    pub fn fail_calls(&self, call: &str, refuse: bool) {
         let mut state = self.state.lock().unwrap();
         if refuse {
             _ = state.refused.insert(call.into())
@@ -146,8 +146,8 @@ impl Driver {
     }
 
     /// Records a call. Then the call fails, or waits while such calls hang.
-    async fn asked(&self, call: &str, volume: &str) -> Result<(), Status> {
-        self.note(call, volume);
+    async fn record_call(&self, call: &str, volume: &str) -> Result<(), Status> {
+        self.record(call, volume);
         if self.state.lock().unwrap().refused.contains(call) {
             return Err(Status::invalid_argument("this is refused for good"));
         }
@@ -170,7 +170,7 @@ impl Driver {
             .lines()
             .any(|l| l.contains(&part) && l.contains("/volume-subpaths/"))
         {
-            self.note("busy", volume);
+            self.record("busy", volume);
             return Err(Status::internal("the device is busy"));
         }
         Ok(())
@@ -178,7 +178,7 @@ impl Driver {
 
     /// Makes this call hang, until it is called again with `false`. The call may be limited to one volume:
     /// `publish v-1`.
-    pub fn hang(&self, call: &str, hang: bool) {
+    pub fn hang_calls(&self, call: &str, hang: bool) {
         let mut state = self.state.lock().unwrap();
         if hang {
             _ = state.hung.insert(call.into())
@@ -187,7 +187,7 @@ impl Driver {
         }
     }
 
-    fn note(&self, call: &str, volume: &str) {
+    fn record(&self, call: &str, volume: &str) {
         self.state
             .lock()
             .unwrap()
@@ -230,14 +230,14 @@ impl Node for Driver {
         _: Request<pb::NodeGetInfoRequest>,
     ) -> Result<Response<pb::NodeGetInfoResponse>, Status> {
         if self.state.lock().unwrap().hung.contains("info") {
-            self.asked("info", "").await?;
+            self.record_call("info", "").await?;
         }
         let topology = pb::Topology {
             segments: HashMap::from([("topology.test/zone".to_owned(), "here".to_owned())]),
         };
         Ok(Response::new(pb::NodeGetInfoResponse {
             node_id: "node-of-test".into(),
-            max_volumes_per_node: self.state.lock().unwrap().most.unwrap_or(7),
+            max_volumes_per_node: self.state.lock().unwrap().volume_limit.unwrap_or(7),
             accessible_topology: Some(topology),
         }))
     }
@@ -267,7 +267,7 @@ impl Node for Driver {
         &self,
         request: Request<pb::NodeGetVolumeStatsRequest>,
     ) -> Result<Response<pb::NodeGetVolumeStatsResponse>, Status> {
-        self.note("stats", &request.into_inner().volume_id);
+        self.record("stats", &request.into_inner().volume_id);
         let bytes = pb::VolumeUsage {
             available: 300,
             total: 1000,
@@ -299,7 +299,7 @@ impl Node for Driver {
     ) -> Result<Response<pb::NodeExpandVolumeResponse>, Status> {
         let request = request.into_inner();
         let bytes = request.capacity_range.map_or(0, |c| c.required_bytes);
-        self.note(&format!("expand to {bytes}"), &request.volume_id);
+        self.record(&format!("expand to {bytes}"), &request.volume_id);
         if self.state.lock().unwrap().refused.contains("expand") {
             return Err(Status::out_of_range("no room for that"));
         }
@@ -316,7 +316,7 @@ impl Node for Driver {
         request: Request<pb::NodeStageVolumeRequest>,
     ) -> Result<Response<pb::NodeStageVolumeResponse>, Status> {
         let request = request.into_inner();
-        self.asked("stage", &request.volume_id).await?;
+        self.record_call("stage", &request.volume_id).await?;
         let volume = self.dir.join(&request.volume_id);
         std::fs::create_dir_all(&volume).map_err(failed)?;
         Driver::bind(&volume, Path::new(&request.staging_target_path), false)?;
@@ -328,7 +328,7 @@ impl Node for Driver {
         request: Request<pb::NodeUnstageVolumeRequest>,
     ) -> Result<Response<pb::NodeUnstageVolumeResponse>, Status> {
         let request = request.into_inner();
-        self.asked("unstage", &request.volume_id).await?;
+        self.record_call("unstage", &request.volume_id).await?;
         self.not_busy(&request.volume_id)?;
         Driver::unbind(Path::new(&request.staging_target_path))?;
         self.answer("unstage", pb::NodeUnstageVolumeResponse {})
@@ -339,7 +339,7 @@ impl Node for Driver {
         request: Request<pb::NodePublishVolumeRequest>,
     ) -> Result<Response<pb::NodePublishVolumeResponse>, Status> {
         let request = request.into_inner();
-        self.asked("publish", &request.volume_id).await?;
+        self.record_call("publish", &request.volume_id).await?;
         {
             let mut state = self.state.lock().unwrap();
             state.context = request.volume_context.clone();
@@ -385,7 +385,7 @@ impl Node for Driver {
         request: Request<pb::NodeUnpublishVolumeRequest>,
     ) -> Result<Response<pb::NodeUnpublishVolumeResponse>, Status> {
         let request = request.into_inner();
-        self.asked("unpublish", &request.volume_id).await?;
+        self.record_call("unpublish", &request.volume_id).await?;
         self.not_busy(&request.volume_id)?;
         Driver::unbind(Path::new(&request.target_path))?;
         let _ = std::fs::remove_dir(&request.target_path)

@@ -19,7 +19,7 @@ use real::ControlPlane;
 use serde_json::{Value, json};
 
 /// The timeout for a condition to become true: longer in an emulated machine.
-pub fn patience() -> Duration {
+pub fn condition_timeout() -> Duration {
     Duration::from_secs(
         std::env::var("HOLDFAST_TEST_TIMEOUT").map_or(60, |seconds| seconds.parse().unwrap()),
     )
@@ -27,16 +27,16 @@ pub fn patience() -> Duration {
 
 /// A command that is stopped after twice this timeout. A command that hangs thus fails in the test that
 /// runs it, which shows the logs.
-pub fn limited(program: impl AsRef<std::ffi::OsStr>) -> Command {
+pub fn command_with_timeout(program: impl AsRef<std::ffi::OsStr>) -> Command {
     let mut command = Command::new("timeout");
-    let seconds = (2 * patience()).as_secs().to_string();
+    let seconds = (2 * condition_timeout()).as_secs().to_string();
     command.args(["--verbose", "--kill-after=5"]).arg(seconds);
     command.arg(program);
     command
 }
 
 /// The numbers of this binary's clusters, each with its name.
-static TAKEN: Mutex<BTreeMap<u16, String>> = Mutex::new(BTreeMap::new());
+static CLUSTERS: Mutex<BTreeMap<u16, String>> = Mutex::new(BTreeMap::new());
 
 pub struct Cluster {
     pub name: String,
@@ -133,7 +133,7 @@ impl Cluster {
     /// A cluster that is not started yet. Panics if another cluster of this binary has the name or the number, as tests run
     /// side by side.
     pub fn new(name: &str, number: u16) -> Cluster {
-        let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = CLUSTERS.lock().unwrap_or_else(PoisonError::into_inner);
         let other = taken
             .iter()
             .find(|(n, other)| (**n == number) != (*other == name));
@@ -175,7 +175,7 @@ impl Cluster {
     }
 
     pub fn up(&self) -> String {
-        let mut command = limited(holdfast());
+        let mut command = command_with_timeout(holdfast());
         if self.verbose {
             command.env("HOLDFAST_LOG", "trace");
         }
@@ -211,14 +211,14 @@ impl Cluster {
     }
 
     pub fn down(&self) -> String {
-        let output = limited(holdfast())
+        let output = command_with_timeout(holdfast())
             .args(["down", "--name", &self.name])
             .output();
         succeeded("down", output.unwrap())
     }
 
     fn purged(&self) -> Output {
-        limited(holdfast())
+        command_with_timeout(holdfast())
             .args(["down", "--name", &self.name, "--purge"])
             .output()
             .unwrap()
@@ -263,11 +263,11 @@ impl Cluster {
         self.unsupervise(part);
         let pid = self.pid(part);
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGKILL).unwrap();
-        self.wait_for_end(pid);
+        self.wait_for_exit(pid);
     }
 
     /// Waits until a signalled process has exited: [`Cluster::up`] does not start a component that still seems to run.
-    pub fn wait_for_end(&self, pid: i32) {
+    pub fn wait_for_exit(&self, pid: i32) {
         self.wait_quietly(&format!("process {pid} to exit"), || has_exited(pid));
     }
 
@@ -277,7 +277,7 @@ impl Cluster {
     }
 
     fn kubectl_command(&self, arguments: &[&str]) -> Output {
-        limited("kubectl")
+        command_with_timeout("kubectl")
             .arg("--kubeconfig")
             .arg(self.data().join("kubeconfig"))
             .args(arguments)
@@ -299,14 +299,14 @@ impl Cluster {
 
     /// A sample of the agent's metrics, by its name and labels.
     pub fn metric(&self, sample: &str) -> Option<f64> {
-        let page = self.ask_node("/metrics");
+        let page = self.get_node_path("/metrics");
         let mut values = page.lines().filter_map(|line| line.strip_prefix(sample));
         values.find_map(|value| value.strip_prefix(' ')?.trim().parse().ok())
     }
 
     /// Runs a command of `holdfast` against this cluster's agent; it must succeed.
     pub fn holdfast(&self, arguments: &[&str]) -> String {
-        let output = limited(holdfast())
+        let output = command_with_timeout(holdfast())
             .args(arguments)
             .args(["--name", &self.name])
             .output();
@@ -353,7 +353,7 @@ impl Cluster {
 
     /// Deletes all pods, and checks that nothing is left of them.
     #[track_caller]
-    pub fn end_clean(&self) {
+    pub fn delete_all_and_check(&self) {
         self.delete_finished();
         self.kubectl(&["delete", "pod", "--all", "--wait=true"]);
         self.assert_clean();
@@ -401,7 +401,7 @@ impl Cluster {
     }
 
     /// The agent's response to a GET of a path, through the apiserver.
-    pub fn ask_node(&self, path: &str) -> String {
+    pub fn get_node_path(&self, path: &str) -> String {
         let path = format!("/api/v1/nodes/{}/proxy{path}", self.node_name());
         self.kubectl(&["get", "--raw", &path])
     }
@@ -421,39 +421,39 @@ impl Cluster {
 
     /// Waits until a condition holds; on timeout fails with the state of the cluster.
     pub fn wait(&self, what: &str, mut condition: impl FnMut() -> bool) {
-        let deadline = Instant::now() + patience();
+        let deadline = Instant::now() + condition_timeout();
         while !condition() {
             assert!(
                 Instant::now() < deadline,
                 "not in time: {what}\npods:\n{}\nagent's log:\n{}\n{}",
                 self.kubectl(&["get", "pods", "-A", "-o", "wide"]),
                 self.log("agent"),
-                self.explained()
+                self.explain_unready_pods()
             );
             std::thread::sleep(Duration::from_millis(50));
         }
     }
 
     /// The agent's explanations, and the events, of pods that are not ready or are being deleted.
-    fn explained(&self) -> String {
+    fn explain_unready_pods(&self) -> String {
         let mut pods = self.pods();
         pods.retain(|pod| {
             pod["metadata"]["deletionTimestamp"].is_string() || condition(pod, "Ready") != "True"
         });
         let explained = pods.iter().map(|pod| {
             let name = pod["metadata"]["name"].as_str().unwrap();
-            let output = limited(holdfast())
+            let output = command_with_timeout(holdfast())
                 .args(["explain", "pod", name, "--name", &self.name])
                 .output();
-            let said = output.map_or_else(|error| error.to_string(), |output| text(&output));
-            format!("{name}:\n{said}\n{}\n", self.events(name))
+            let explanation = output.map_or_else(|error| error.to_string(), |output| text(&output));
+            format!("{name}:\n{explanation}\n{}\n", self.events(name))
         });
         explained.collect()
     }
 
     /// As [`Cluster::wait`], for times without a working API.
     pub fn wait_quietly(&self, what: &str, condition: impl Fn() -> bool) {
-        let deadline = Instant::now() + patience();
+        let deadline = Instant::now() + condition_timeout();
         while !condition() {
             assert!(Instant::now() < deadline, "not in time: {what}");
             std::thread::sleep(Duration::from_millis(50));
@@ -539,7 +539,7 @@ impl Cluster {
             let kinds = ["shim ", "sandbox state ", "link ", &run];
             kinds.iter().any(|kind| left.starts_with(kind))
         };
-        let deadline = Instant::now() + patience();
+        let deadline = Instant::now() + condition_timeout();
         loop {
             let left = self.leftovers();
             if left.is_empty() {
@@ -645,7 +645,7 @@ pub fn http_get(address: &str) -> Option<String> {
 /// Runs containerd's own client in one of its namespaces; it must succeed.
 pub fn ctr(cluster: &Cluster, namespace: &str, arguments: &[&str]) -> String {
     let socket = cluster.run_dir().join("containerd.sock");
-    let output = limited("ctr")
+    let output = command_with_timeout("ctr")
         .arg("--address")
         .arg(socket)
         .args(["--namespace", namespace])

@@ -19,7 +19,7 @@ use crate::support::served::{Servers, registration, serve};
 
 /// How a plugin handles Allocate and GetDevicePluginOptions.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Mood {
+pub enum Behaviour {
     Answers,
     /// GetDevicePluginOptions fails.
     HidesOptions,
@@ -32,7 +32,7 @@ struct Inner {
     /// The file that containers find as `/thing`.
     file: PathBuf,
     devices: watch::Sender<Vec<(&'static str, bool)>>,
-    mood: watch::Sender<Mood>,
+    behaviour: watch::Sender<Behaviour>,
     calls: Mutex<Vec<String>>,
 }
 
@@ -52,7 +52,7 @@ impl Plugin {
             resource,
             file: file.into(),
             devices: watch::Sender::new(devices),
-            mood: watch::Sender::new(Mood::Answers),
+            behaviour: watch::Sender::new(Behaviour::Answers),
             calls: Mutex::default(),
         }))
     }
@@ -61,8 +61,8 @@ impl Plugin {
         self.0.devices.send_replace(devices.to_vec());
     }
 
-    pub fn feel(&self, mood: Mood) {
-        self.0.mood.send_replace(mood);
+    pub fn set_behaviour(&self, behaviour: Behaviour) {
+        self.0.behaviour.send_replace(behaviour);
     }
 
     /// The calls, in order.
@@ -118,16 +118,16 @@ impl Plugin {
             supported_versions: vec!["v1beta1".into()],
         };
         let plugin = self.clone();
-        let told = move |error: String| plugin.note(format!("outcome {error:?}"));
+        let record_outcome = move |error: String| plugin.record(format!("outcome {error:?}"));
         let services = Server::builder()
             .add_service(DevicePluginServer::new(self.clone()))
-            .add_service(registration(info, told));
+            .add_service(registration(info, record_outcome));
         let mut servers = Servers::new();
         servers.serve(&registry.join("thing-reg.sock"), services);
         servers
     }
 
-    fn note(&self, call: String) {
+    fn record(&self, call: String) {
         self.0.calls.lock().unwrap().push(call);
     }
 }
@@ -138,7 +138,7 @@ impl DevicePlugin for Plugin {
         &self,
         _: Request<pb::Empty>,
     ) -> Result<Response<pb::DevicePluginOptions>, Status> {
-        if *self.0.mood.borrow() == Mood::HidesOptions {
+        if *self.0.behaviour.borrow() == Behaviour::HidesOptions {
             return Err(Status::unavailable("no options yet"));
         }
         Ok(Response::new(pb::DevicePluginOptions {
@@ -199,10 +199,12 @@ impl DevicePlugin for Plugin {
     ) -> Result<Response<pb::AllocateResponse>, Status> {
         let ids = request.into_inner().container_requests.remove(0);
         let ids = ids.devices_ids.join(",");
-        self.note(format!("allocate {ids}"));
-        let mut mood = self.0.mood.subscribe();
-        let _ = mood.wait_for(|mood| *mood != Mood::Hangs).await;
-        if let Mood::Refuses(why) = &*mood.borrow() {
+        self.record(format!("allocate {ids}"));
+        let mut behaviour = self.0.behaviour.subscribe();
+        let _ = behaviour
+            .wait_for(|behaviour| *behaviour != Behaviour::Hangs)
+            .await;
+        if let Behaviour::Refuses(why) = &*behaviour.borrow() {
             return Err(Status::unknown(*why));
         }
         let answer = pb::ContainerAllocateResponse {
@@ -233,7 +235,7 @@ impl DevicePlugin for Plugin {
         request: Request<pb::PreStartContainerRequest>,
     ) -> Result<Response<pb::PreStartContainerResponse>, Status> {
         let ids = request.into_inner().devices_ids.join(",");
-        self.note(format!("start {ids}"));
+        self.record(format!("start {ids}"));
         Ok(Response::new(pb::PreStartContainerResponse {}))
     }
 }

@@ -12,7 +12,7 @@ use tonic::transport::Channel;
 use crate::support::Cluster;
 
 /// Queries the agent of a cluster.
-pub fn ask<T>(
+pub fn with_client<T>(
     cluster: &Cluster,
     work: impl AsyncFnOnce(PodResourcesListerClient<Channel>) -> T,
 ) -> T {
@@ -52,8 +52,8 @@ fn connect<T>(cluster: &Cluster, work: impl AsyncFnOnce(Channel) -> T) -> T {
 
 /// The containers with exclusive CPUs (pod, CPUs, bytes of memory and the number of NUMA nodes), and
 /// the allocatable CPUs. `None` while the agent does not answer.
-pub fn who_has_what(cluster: &Cluster) -> Option<(Vec<String>, Vec<i64>)> {
-    ask(cluster, async |mut client| {
+pub fn list_assignments(cluster: &Cluster) -> Option<(Vec<String>, Vec<i64>)> {
+    with_client(cluster, async |mut client| {
         let listed = client.list(ListPodResourcesRequest {}).await.ok()?;
         let mut rows = vec![];
         for pod in listed.into_inner().pod_resources {

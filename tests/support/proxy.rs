@@ -52,7 +52,7 @@ pub struct Proxy {
     hits: Arc<Mutex<u64>>,
     killer: Killer,
     killed: Arc<Mutex<bool>>,
-    away: watch::Sender<bool>,
+    unreachable: watch::Sender<bool>,
     _runtime: tokio::runtime::Runtime,
 }
 
@@ -158,12 +158,12 @@ impl Proxy {
             killer: Arc::clone(&killer),
         };
         let listener = runtime.block_on(async { UnixListener::bind(&socket).unwrap() });
-        let away = watch::Sender::new(false);
-        let is_away = away.subscribe();
+        let unreachable = watch::Sender::new(false);
+        let is_unreachable = unreachable.subscribe();
         runtime.spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
-                let mut is_away = is_away.clone();
-                if *is_away.borrow_and_update() {
+                let mut is_unreachable = is_unreachable.clone();
+                if *is_unreachable.borrow_and_update() {
                     continue;
                 }
                 let (target, shared) = (target.clone(), shared.clone());
@@ -176,7 +176,7 @@ impl Proxy {
                 tokio::spawn(async move {
                     tokio::select! {
                         _ = connection => {}
-                        _ = is_away.changed() => {}
+                        _ = is_unreachable.changed() => {}
                     }
                 });
             }
@@ -186,7 +186,7 @@ impl Proxy {
             hits,
             killer,
             killed: Arc::default(),
-            away,
+            unreachable,
             _runtime: runtime,
         }
     }
@@ -218,12 +218,12 @@ impl Proxy {
     }
 
     /// With `true`, closes all connections and accepts no new ones until a call with `false`.
-    pub fn set_away(&self, away: bool) {
-        self.away.send_replace(away);
+    pub fn set_unreachable(&self, unreachable: bool) {
+        self.unreachable.send_replace(unreachable);
     }
 
     /// Lifts the fault.
-    pub fn lift(&self) {
+    pub fn clear_fault(&self) {
         self.fault.send_replace(None);
     }
 }

@@ -12,7 +12,7 @@ const MARK: &str = "holdfast.vm";
 const RUN_TIMEOUT: Duration = Duration::from_secs(2100);
 /// The machine sends a heartbeat every ten seconds. After this time without one the machine counts as hung.
 /// (In CI a machine was once silent for 45 minutes; whether the emulator or its host hung is unknown.)
-const STANDS_STILL: Duration = Duration::from_secs(300);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(300);
 /// After how many seconds a node whose test still runs prints its processes and its journal. After the
 /// timeout they would be lost.
 const SHOW_AFTER: u32 = 1900;
@@ -190,7 +190,7 @@ struct Machine {
     process: std::process::Child,
     console: PathBuf,
     /// The file that receives its heartbeats.
-    beats: PathBuf,
+    heartbeats: PathBuf,
     _work: tempfile::TempDir,
 }
 
@@ -206,7 +206,7 @@ impl Machine {
         disk.file(Path::new("/init"), init.as_bytes());
         disk.entry("TRAILER!!!", 0, b"");
         let work = tempfile::tempdir().unwrap();
-        let [image, console, beats] =
+        let [image, console, heartbeats] =
             ["initrd", "console", "beats"].map(|name| work.path().join(name));
         std::fs::write(&image, disk.bytes).unwrap();
         let boot = kernel.join("boot");
@@ -215,7 +215,7 @@ impl Machine {
         let process = Command::new("qemu-system-x86_64")
             .args(always.split(' '))
             .args(["-serial", &format!("file:{}", console.display())])
-            .args(["-serial", &format!("file:{}", beats.display())])
+            .args(["-serial", &format!("file:{}", heartbeats.display())])
             .arg("-kernel")
             .arg(boot)
             .arg("-initrd")
@@ -231,51 +231,51 @@ impl Machine {
         Machine {
             process,
             console,
-            beats,
+            heartbeats,
             _work: work,
         }
     }
 
     /// Its console output so far.
-    fn said(&self) -> String {
+    fn console_output(&self) -> String {
         String::from_utf8_lossy(&std::fs::read(&self.console).unwrap_or_default()).into_owned()
     }
 
-    fn cut(&mut self) {
+    fn power_off(&mut self) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
     }
 
     /// Waits until the machine stops, prints `until`, hangs, or reaches the timeout.
-    fn wait(&mut self, until: Option<&str>) -> Waited {
+    fn wait(&mut self, until: Option<&str>) -> WaitResult {
         let begun = Instant::now();
-        let (mut beats, mut beaten) = (0, begun);
+        let (mut heartbeats, mut last_heartbeat) = (0, begun);
         while self.process.try_wait().unwrap().is_none() {
-            if until.is_some_and(|until| self.said().contains(until)) {
-                return Waited::Said;
+            if until.is_some_and(|until| self.console_output().contains(until)) {
+                return WaitResult::Printed;
             }
-            let now = std::fs::metadata(&self.beats).map_or(0, |file| file.len());
-            if now > beats {
-                (beats, beaten) = (now, Instant::now());
+            let now = std::fs::metadata(&self.heartbeats).map_or(0, |file| file.len());
+            if now > heartbeats {
+                (heartbeats, last_heartbeat) = (now, Instant::now());
             }
-            if beaten.elapsed() > STANDS_STILL {
-                self.cut();
-                return Waited::StoodStill;
+            if last_heartbeat.elapsed() > HEARTBEAT_TIMEOUT {
+                self.power_off();
+                return WaitResult::Hung;
             }
             if begun.elapsed() > RUN_TIMEOUT {
-                self.cut();
+                self.power_off();
             }
             std::thread::sleep(Duration::from_millis(100));
         }
-        Waited::Ended
+        WaitResult::Exited
     }
 }
 
 #[derive(PartialEq)]
-enum Waited {
-    Said,
-    Ended,
-    StoodStill,
+enum WaitResult {
+    Printed,
+    Exited,
+    Hung,
 }
 
 /// The processors of a machine, as arguments of qemu.
@@ -284,18 +284,18 @@ pub const PLAIN: &str = "-smp 2";
 /// Boots a machine and waits for the test's result; boots once more if the machine hangs.
 fn boot(kernel: &Path, disk: Archive, init: &str, arguments: &str, more: &[String]) {
     let mut machine = Machine::boot(kernel, disk.clone(), init, arguments, more);
-    if machine.wait(None) == Waited::StoodStill {
+    if machine.wait(None) == WaitResult::Hung {
         eprintln!(
-            "the virtual machine made no progress for {STANDS_STILL:?} and is booted once more; its output was:\n{}",
-            machine.said()
+            "the virtual machine made no progress for {HEARTBEAT_TIMEOUT:?} and is booted once more; its output was:\n{}",
+            machine.console_output()
         );
         machine = Machine::boot(kernel, disk, init, arguments, more);
         machine.wait(None);
     }
-    let said = machine.said();
+    let console_output = machine.console_output();
     assert!(
-        said.contains("VM-ENDED-WITH 0") && said.contains("1 passed"),
-        "in the virtual machine:\n{said}"
+        console_output.contains("VM-ENDED-WITH 0") && console_output.contains("1 passed"),
+        "in the virtual machine:\n{console_output}"
     );
 }
 
@@ -306,10 +306,10 @@ fn words(arguments: &str) -> Vec<String> {
 /// Prints the test's exit code twice, and waits for the output: kernel messages may interrupt a line,
 /// and unwritten output is lost at power-off.
 fn test(name: &str) -> String {
-    let said = "echo VM-ENDED-WITH $code; busybox sleep 2";
+    let report = "echo VM-ENDED-WITH $code; busybox sleep 2";
     let beat = "(while echo beat; do busybox sleep 10; done) >/dev/ttyS1 &";
     format!(
-        "{beat}\n/test --exact {name} --ignored --nocapture --test-threads=1; code=$?; {said}; {said}"
+        "{beat}\n/test --exact {name} --ignored --nocapture --test-threads=1; code=$?; {report}; {report}"
     )
 }
 
@@ -423,11 +423,11 @@ impl Node {
             self.arguments,
             &more,
         );
-        if machine.wait(Some(mark)) == Waited::Said {
+        if machine.wait(Some(mark)) == WaitResult::Printed {
             std::thread::sleep(after);
-            machine.cut();
+            machine.power_off();
         }
-        machine.said()
+        machine.console_output()
     }
 }
 

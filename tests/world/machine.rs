@@ -221,7 +221,7 @@ impl PodHost for World {
             .collect()
     }
 
-    async fn move_log_aside(&self, log: &Log, _: usize, _: &str) -> Result<String, HostError> {
+    async fn rotate_log(&self, log: &Log, _: usize, _: &str) -> Result<String, HostError> {
         self.log_was_moved(&log.container);
         Ok("l".into())
     }
@@ -231,7 +231,7 @@ impl PodHost for World {
         Ok(())
     }
 
-    async fn put_log_back(&self, _: &Log, _: String) -> Result<(), HostError> {
+    async fn revert_log_rotation(&self, _: &Log, _: String) -> Result<(), HostError> {
         Ok(())
     }
 
@@ -259,7 +259,7 @@ impl PodHost for World {
         self.machine(|_| ()).await
     }
 
-    async fn tear_down_volumes(&self, uid: &str, _: OnTakenAway<'_>) -> Result<(), HostError> {
+    async fn tear_down_volumes(&self, uid: &str, _: OnRemoval<'_>) -> Result<(), HostError> {
         self.unmount_remote(uid).await?;
         self.machine(|s| {
             if !s.live(uid).is_empty() {

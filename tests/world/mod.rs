@@ -49,10 +49,10 @@ use holdfast::core::serving::Streams;
 use holdfast::core::volume::payload::Files;
 use holdfast::core::volume::resolved::{Problem, ResolvedVolume};
 use holdfast::cri::{
-    Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind,
-    RuntimeStatus, Stock,
+    Credentials, Exec, Image, ImageInventory, ListedPod, RunningContainer, Runtime, RuntimeError,
+    RuntimeErrorKind, RuntimeStatus,
 };
-use holdfast::host::{HostError, Log, OnTakenAway, PodHost, SubPath};
+use holdfast::host::{HostError, Log, OnRemoval, PodHost, SubPath};
 use holdfast::kubeapi::answers::{Answers, Recovery};
 use holdfast::kubeapi::cache::{Cache, Writer};
 use holdfast::kubeapi::objects::{Following, OnChange};

@@ -541,8 +541,8 @@ impl Runtime for World {
         Ok(vec![])
     }
 
-    async fn stock(&self) -> Result<Stock, RuntimeError> {
-        Ok(Stock::default())
+    async fn image_inventory(&self) -> Result<ImageInventory, RuntimeError> {
+        Ok(ImageInventory::default())
     }
 
     async fn remove_image(&self, _: &str) -> Result<(), RuntimeError> {

@@ -73,7 +73,7 @@ impl Announcer for Logind {
 impl Announcements for Listening {
     async fn inhibit(&mut self) -> Result<Inhibitor, LogindError> {
         if *self.shutting_down.borrow() {
-            return Err(LogindError::UnderWay);
+            return Err(LogindError::InProgress);
         }
         let mut inhibitors = self.logind.0.inhibitors.lock().unwrap();
         *inhibitors = (inhibitors.0 + 1, inhibitors.1 + 1);

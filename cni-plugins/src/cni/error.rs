@@ -82,8 +82,8 @@ impl Error {
 
 /// Truncates text: messages can quote input of any length, and the runtime logs them.
 fn shortened(text: &str) -> String {
-    const MOST: usize = 1000;
-    match text.char_indices().nth(MOST) {
+    const MAX_CHARS: usize = 1000;
+    match text.char_indices().nth(MAX_CHARS) {
         Some((end, _)) => format!("{}...", text.get(..end).unwrap_or_default()),
         None => text.to_owned(),
     }

@@ -10,7 +10,7 @@ mod unique;
 pub use address::{address, network};
 pub use config::{Args, Json, cni_args};
 pub use error::Error;
-pub use owner::{Owner, digest, is_left_over};
+pub use owner::{Owner, digest, is_orphaned};
 pub use result::{Address, Dns, Interface, Route, Success, parse_routes};
 pub use unique::duplicate;
 

@@ -49,7 +49,7 @@ impl Owner {
 
 /// Whether a comment belongs to an owner in `network` that is not in `keep`, a list of containers and interfaces.
 #[must_use]
-pub fn is_left_over(mark: &str, network: &str, keep: &[(String, String)]) -> bool {
+pub fn is_orphaned(mark: &str, network: &str, keep: &[(String, String)]) -> bool {
     mark.starts_with(&format!("{}-", digest(network, 16)))
         && !keep
             .iter()
@@ -69,16 +69,16 @@ mod tests {
                 && !owner.has("")
         );
         let keep = [("c1".to_owned(), "eth0".to_owned())];
-        assert!(!is_left_over(&owner.comment, "net", &keep));
-        assert!(is_left_over(
+        assert!(!is_orphaned(&owner.comment, "net", &keep));
+        assert!(is_orphaned(
             &Owner::new("net", "c1", "eth1").comment,
             "net",
             &keep
         ));
         assert!(
-            !is_left_over(&Owner::new("other", "c1", "eth1").comment, "net", &keep),
+            !is_orphaned(&Owner::new("other", "c1", "eth1").comment, "net", &keep),
             "another network's"
         );
-        assert!(!is_left_over("c1", "net", &[]), "another program's comment");
+        assert!(!is_orphaned("c1", "net", &[]), "another program's comment");
     }
 }

@@ -15,33 +15,33 @@ const FIRST_WAIT: Duration = Duration::from_secs(1);
 
 /// Parameters of the requests to DHCP servers.
 #[derive(Debug, Clone)]
-pub struct Asking {
+pub struct RequestParameters {
     /// The link's index and hardware address.
     pub link: (u32, [u8; 6]),
     /// Options that every message of the client contains.
     pub options: Vec<(u8, Vec<u8>)>,
     /// The option codes that the client requests (option 55).
-    pub wanted: Vec<u8>,
+    pub requested_options: Vec<u8>,
     /// Whether servers must broadcast their answers instead of sending them to the offered address.
     pub broadcast: bool,
     /// Deadline for the whole exchange.
-    pub patience: Duration,
+    pub timeout: Duration,
     /// Upper limit of the time before a retransmission.
-    pub longest_wait: Duration,
+    pub max_retransmit_delay: Duration,
 }
 
-impl Asking {
+impl RequestParameters {
     fn message(&self, kind: u8, id: u32) -> Message {
         let mut message = Message {
             broadcast: self.broadcast,
             ..Message::new(kind, id, self.link.1)
         };
         message.options.extend(self.options.iter().cloned());
-        message.with(option::WANTED, &self.wanted)
+        message.with(option::REQUESTED_OPTIONS, &self.requested_options)
     }
 
     /// Retransmits the message until an answer of one of these kinds arrives or `until` has passed.
-    fn ask(
+    fn exchange(
         &self,
         packets: &Packets,
         message: &Message,
@@ -50,15 +50,15 @@ impl Asking {
     ) -> Result<Message, Error> {
         let packet = to_servers(&message.encode());
         let failed = |e: io::Error| Error::doing("DHCP packets cannot be sent or received", e);
-        let mut wait = FIRST_WAIT.min(self.longest_wait);
+        let mut wait = FIRST_WAIT.min(self.max_retransmit_delay);
         while Instant::now() < until {
             packets.send(&packet).map_err(failed)?;
             let again = (Instant::now() + wait).min(until);
-            while let Some(left) = again
+            while let Some(remaining) = again
                 .checked_duration_since(Instant::now())
                 .filter(|l| !l.is_zero())
             {
-                let Some(received) = packets.receive(left).map_err(failed)? else {
+                let Some(received) = packets.receive(remaining).map_err(failed)? else {
                     continue;
                 };
                 let Some(answer) = from_servers(&received).and_then(Message::parse) else {
@@ -72,13 +72,13 @@ impl Asking {
                     return Ok(answer);
                 }
             }
-            wait = (wait * 2).min(self.longest_wait);
+            wait = (wait * 2).min(self.max_retransmit_delay);
         }
         Err(Error::new(
             Error::TRY_AGAIN,
             format!(
                 "no DHCP server answered within {} s",
-                self.patience.as_secs()
+                self.timeout.as_secs()
             ),
         ))
     }
@@ -87,12 +87,12 @@ impl Asking {
     pub fn acquire(&self, again: Option<Ipv4Addr>) -> Result<Lease, Error> {
         let packets = Packets::open(self.link.0)
             .map_err(|e| Error::doing("opening a socket for DHCP failed", e))?;
-        let until = Instant::now() + self.patience;
+        let until = Instant::now() + self.timeout;
         let mut discover = self.message(kind::DISCOVER, random()?);
         if let Some(address) = again {
             discover = discover.with(option::REQUESTED_ADDRESS, &address.octets());
         }
-        let offer = self.ask(&packets, &discover, &[kind::OFFER], until)?;
+        let offer = self.exchange(&packets, &discover, &[kind::OFFER], until)?;
         let server = offer
             .get(option::SERVER)
             .ok_or_else(|| Error::other("a DHCP server's offer has no server identifier"))?;
@@ -100,7 +100,7 @@ impl Asking {
             .message(kind::REQUEST, discover.id)
             .with(option::REQUESTED_ADDRESS, &offer.yours.octets())
             .with(option::SERVER, server);
-        consent(&self.ask(&packets, &request, &[kind::ACK, kind::NAK], until)?)
+        accept_answer(&self.exchange(&packets, &request, &[kind::ACK, kind::NAK], until)?)
     }
 
     /// Extends a lease by unicast to its server, or by broadcast to any server. Stops when the
@@ -108,11 +108,16 @@ impl Asking {
     pub fn extend(&self, lease: &Lease, age: Duration, any: bool) -> Result<Lease, Error> {
         let mut request = self.message(kind::REQUEST, random()?);
         request.client = lease.address.addr();
-        let until = Instant::now() + lease.left(age).min(self.patience);
+        let until = Instant::now() + lease.remaining(age).min(self.timeout);
         if any {
             let packets = Packets::open(self.link.0)
                 .map_err(|e| Error::doing("opening a socket for DHCP failed", e))?;
-            return consent(&self.ask(&packets, &request, &[kind::ACK, kind::NAK], until)?);
+            return accept_answer(&self.exchange(
+                &packets,
+                &request,
+                &[kind::ACK, kind::NAK],
+                until,
+            )?);
         }
         request.broadcast = false;
         let failed = |e: io::Error| {
@@ -126,11 +131,11 @@ impl Asking {
         };
         let socket = UdpSocket::bind(SocketAddrV4::new(lease.address.addr(), CLIENT_PORT))
             .map_err(failed)?;
-        let mut wait = FIRST_WAIT.min(self.longest_wait);
+        let mut wait = FIRST_WAIT.min(self.max_retransmit_delay);
         let mut buffer = [0; 2048];
-        while let Some(left) = until
+        while let Some(remaining) = until
             .checked_duration_since(Instant::now())
-            .filter(|left| !left.is_zero())
+            .filter(|remaining| !remaining.is_zero())
         {
             socket
                 .send_to(
@@ -139,7 +144,7 @@ impl Asking {
                 )
                 .map_err(failed)?;
             socket
-                .set_read_timeout(Some(wait.min(left)))
+                .set_read_timeout(Some(wait.min(remaining)))
                 .map_err(failed)?;
             match socket.recv(&mut buffer) {
                 Ok(length) => {
@@ -150,7 +155,7 @@ impl Asking {
                     if let Some(answer) =
                         answer.filter(|a| [kind::ACK, kind::NAK].contains(&a.kind()))
                     {
-                        return consent(&answer);
+                        return accept_answer(&answer);
                     }
                 }
                 Err(error)
@@ -158,7 +163,7 @@ impl Asking {
                         .contains(&error.kind()) => {}
                 Err(error) => return Err(failed(error)),
             }
-            wait = (wait * 2).min(self.longest_wait);
+            wait = (wait * 2).min(self.max_retransmit_delay);
         }
         Err(Error::other(format!(
             "the DHCP server {} does not answer",
@@ -193,7 +198,7 @@ impl Asking {
     }
 }
 
-fn consent(answer: &Message) -> Result<Lease, Error> {
+fn accept_answer(answer: &Message) -> Result<Lease, Error> {
     if answer.kind() == kind::NAK {
         let why = answer
             .get(option::MESSAGE)

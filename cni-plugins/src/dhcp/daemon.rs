@@ -16,8 +16,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
-use super::client::Asking;
-use super::lease::{Lease, Step};
+use super::client::RequestParameters;
+use super::lease::{Lease, LeaseAction};
 use super::message::option;
 use crate::cni::{Error, Json, cni_args, digest};
 use crate::ipam::owners::Namespace;
@@ -49,8 +49,8 @@ struct Settings {
     pid_file: Option<PathBuf>,
     prefix: PathBuf,
     broadcast: bool,
-    patience: Duration,
-    longest_wait: Duration,
+    timeout: Duration,
+    max_retransmit_delay: Duration,
 }
 
 /// Parses a duration such as `10s`, `1m30s` or `500ms`.
@@ -85,8 +85,8 @@ impl Settings {
             pid_file: None,
             prefix: PathBuf::new(),
             broadcast: false,
-            patience: seconds(10),
-            longest_wait: seconds(62),
+            timeout: seconds(10),
+            max_retransmit_delay: seconds(62),
         };
         let mut all = seconds(208);
         let mut rest = arguments.iter();
@@ -124,45 +124,45 @@ impl Settings {
                 "socketpath" => settings.socket = value.into(),
                 "pidfile" => settings.pid_file = Some(value.into()),
                 "hostprefix" => settings.prefix = value.into(),
-                "timeout" => settings.patience = time()?,
-                "resendmax" => settings.longest_wait = time()?,
+                "timeout" => settings.timeout = time()?,
+                "resendmax" => settings.max_retransmit_delay = time()?,
                 _ => all = time()?,
             }
         }
-        settings.patience = settings.patience.min(all);
+        settings.timeout = settings.timeout.min(all);
         Ok(settings)
     }
 }
 
 /// The owner of a lease, and the options of its requests.
 #[derive(Debug, Clone)]
-struct Holder {
+struct LeaseOwner {
     network: String,
     container: String,
     ifname: String,
     netns: String,
     namespace: Namespace,
     options: Vec<(u8, Vec<u8>)>,
-    wanted: Vec<u8>,
+    requested_options: Vec<u8>,
 }
 
-/// An active lease. Its renewal thread waits on `ended`.
-struct Held {
-    holder: Holder,
+/// An active lease. Its renewal thread waits on `changed`.
+struct ActiveLease {
+    owner: LeaseOwner,
     state: Mutex<State>,
-    ended: Condvar,
+    changed: Condvar,
 }
 
 #[derive(Clone)]
 struct State {
     lease: Lease,
     since: SystemTime,
-    over: bool,
+    is_released: bool,
 }
 
 struct Daemon {
     settings: Settings,
-    leases: Mutex<BTreeMap<String, Arc<Held>>>,
+    leases: Mutex<BTreeMap<String, Arc<ActiveLease>>>,
 }
 
 /// The wall clock. Leases outlive this process, so a monotonic clock does not suffice.
@@ -199,8 +199,8 @@ fn code(name: &str) -> Result<u8, Error> {
     })
 }
 
-impl Holder {
-    fn parse(request: Json<'_>, prefix: &Path) -> Result<Holder, Error> {
+impl LeaseOwner {
+    fn parse(request: Json<'_>, prefix: &Path) -> Result<LeaseOwner, Error> {
         let config = request.object("config")?;
         let ipam = config.object("ipam")?;
         let (network, container, ifname) = (
@@ -238,7 +238,7 @@ impl Holder {
         if !options.iter().any(|(c, _)| *c == option::CLIENT_ID) {
             options.push((option::CLIENT_ID, [&[0], id.as_bytes()].concat()));
         }
-        let mut wanted = vec![
+        let mut requested_options = vec![
             option::SUBNET_MASK,
             option::ROUTERS,
             option::STATIC_ROUTES,
@@ -246,14 +246,14 @@ impl Holder {
         ];
         for item in ipam.list("request")?.iter().map(Json) {
             if item.flag("skipDefault")? {
-                wanted.retain(|w| ![option::ROUTERS, option::SUBNET_MASK].contains(w));
+                requested_options.retain(|w| ![option::ROUTERS, option::SUBNET_MASK].contains(w));
             }
             let name = item.text("option")?;
             if !name.is_empty() {
-                wanted.push(code(name)?);
+                requested_options.push(code(name)?);
             }
         }
-        wanted.dedup();
+        requested_options.dedup();
         let netns = request.text("netns")?;
         let below = || {
             prefix
@@ -268,14 +268,14 @@ impl Holder {
         };
         let (network, container, ifname) =
             (network.to_owned(), container.to_owned(), ifname.to_owned());
-        Ok(Holder {
+        Ok(LeaseOwner {
             network,
             container,
             ifname,
             namespace: Namespace::at(Path::new(&netns)),
             netns,
             options,
-            wanted,
+            requested_options,
         })
     }
 
@@ -290,7 +290,7 @@ impl Holder {
     /// Runs `work` in the container's namespace. Fails if the path now leads to another namespace.
     fn inside<T>(&self, work: impl FnOnce(&mut Socket) -> Result<T, Error>) -> Result<T, Error> {
         let namespace = netns::require(&self.netns)?;
-        if !Namespace::at(Path::new(&self.netns)).may_be(self.namespace) {
+        if !Namespace::at(Path::new(&self.netns)).may_equal(self.namespace) {
             return Err(Error::new(
                 Error::NAMESPACE,
                 format!("{} now leads to another network namespace", self.netns),
@@ -305,7 +305,11 @@ impl Holder {
     }
 
     /// Sets the container's link up and returns the request parameters.
-    fn asking(&self, settings: &Settings, socket: &mut Socket) -> Result<Asking, Error> {
+    fn request_parameters(
+        &self,
+        settings: &Settings,
+        socket: &mut Socket,
+    ) -> Result<RequestParameters, Error> {
         let failed = |e| Error::doing(format!("the interface {:?} cannot be used", self.ifname), e);
         let link = socket.link(&self.ifname).map_err(failed)?;
         let link = link.ok_or_else(|| {
@@ -323,28 +327,28 @@ impl Holder {
                 self.ifname
             ))
         })?;
-        Ok(Asking {
+        Ok(RequestParameters {
             link: (link.index, mac),
             options: self.options.clone(),
-            wanted: self.wanted.clone(),
+            requested_options: self.requested_options.clone(),
             broadcast: settings.broadcast,
-            patience: settings.patience,
-            longest_wait: settings.longest_wait,
+            timeout: settings.timeout,
+            max_retransmit_delay: settings.max_retransmit_delay,
         })
     }
 }
 
-fn to_json(holder: &Holder, state: &State) -> Value {
+fn to_json(owner: &LeaseOwner, state: &State) -> Value {
     let since = state
         .since
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default()
         .as_secs();
-    json!({"network": holder.network, "container": holder.container, "ifname": holder.ifname, "netns": holder.netns,
-        "inode": holder.namespace.inode, "namespace": holder.namespace.json(), "options": holder.options, "wanted": holder.wanted, "since": since, "lease": state.lease.json()})
+    json!({"network": owner.network, "container": owner.container, "ifname": owner.ifname, "netns": owner.netns,
+        "inode": owner.namespace.inode, "namespace": owner.namespace.json(), "options": owner.options, "wanted": owner.requested_options, "since": since, "lease": state.lease.json()})
 }
 
-fn from_json(value: &Value) -> Option<(Holder, State)> {
+fn from_json(value: &Value) -> Option<(LeaseOwner, State)> {
     let text = |key: &str| value[key].as_str().map(str::to_owned);
     let byte = |v: &Value| v.as_u64().and_then(|n| u8::try_from(n).ok());
     let bytes = |v: &Value| v.as_array()?.iter().map(byte).collect::<Option<Vec<u8>>>();
@@ -353,22 +357,22 @@ fn from_json(value: &Value) -> Option<(Holder, State)> {
         .iter()
         .map(|o| Some((byte(&o[0])?, bytes(&o[1])?)))
         .collect::<Option<_>>()?;
-    let holder = Holder {
+    let owner = LeaseOwner {
         network: text("network")?,
         container: text("container")?,
         ifname: text("ifname")?,
         netns: text("netns")?,
         namespace: Namespace::parse(&value["namespace"], &value["inode"])?,
         options,
-        wanted: bytes(&value["wanted"])?,
+        requested_options: bytes(&value["wanted"])?,
     };
     let since = UNIX_EPOCH + Duration::from_secs(value["since"].as_u64()?);
     Some((
-        holder,
+        owner,
         State {
             lease: Lease::parse(&value["lease"])?,
             since,
-            over: false,
+            is_released: false,
         },
     ))
 }
@@ -378,20 +382,20 @@ impl Daemon {
         self.settings.socket.with_extension("leases")
     }
 
-    fn file(&self, holder: &Holder) -> PathBuf {
-        self.dir().join(holder.own_key())
+    fn file(&self, owner: &LeaseOwner) -> PathBuf {
+        self.dir().join(owner.own_key())
     }
 
     /// Stores a lease in its file, atomically.
-    fn keep(&self, holder: &Holder, state: &State) -> std::io::Result<()> {
-        let path = self.file(holder);
+    fn store_lease(&self, owner: &LeaseOwner, state: &State) -> std::io::Result<()> {
+        let path = self.file(owner);
         let fresh = path.with_extension("new");
-        std::fs::write(&fresh, to_json(holder, state).to_string())?;
+        std::fs::write(&fresh, to_json(owner, state).to_string())?;
         std::fs::rename(fresh, path)
     }
 
-    fn forget(&self, holder: &Holder) {
-        match std::fs::remove_file(self.file(holder)) {
+    fn remove_lease_file(&self, owner: &LeaseOwner) {
+        match std::fs::remove_file(self.file(owner)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                 log(&format!("removing a lease file failed: {error}"))
             }
@@ -413,7 +417,7 @@ impl Daemon {
                 .as_ref()
                 .and_then(from_json)
             {
-                Some((holder, state)) => self.hold(holder, state),
+                Some((owner, state)) => self.add_lease(owner, state),
                 None => {
                     log(&format!(
                         "{} is not a lease file; removing it",
@@ -426,47 +430,47 @@ impl Daemon {
         Ok(())
     }
 
-    fn hold(self: &Arc<Daemon>, holder: Holder, state: State) {
-        let key = holder.own_key();
-        let held = Arc::new(Held {
-            holder,
+    fn add_lease(self: &Arc<Daemon>, owner: LeaseOwner, state: State) {
+        let key = owner.own_key();
+        let active = Arc::new(ActiveLease {
+            owner,
             state: Mutex::new(state),
-            ended: Condvar::new(),
+            changed: Condvar::new(),
         });
-        let before = lock(&self.leases).insert(key, Arc::clone(&held));
+        let before = lock(&self.leases).insert(key, Arc::clone(&active));
         if let Some(before) = before {
-            lock(&before.state).over = true;
-            before.ended.notify_all();
+            lock(&before.state).is_released = true;
+            before.changed.notify_all();
         }
         let daemon = Arc::clone(self);
-        std::thread::spawn(move || daemon.maintain(&held));
+        std::thread::spawn(move || daemon.renew_until_released(&active));
     }
 
     /// Renews a lease until it is released or expires, or until the container's namespace is removed.
-    fn maintain(&self, held: &Arc<Held>) {
-        let holder = &held.holder;
-        let name = format!("{} of {}", holder.ifname, holder.container);
+    fn renew_until_released(&self, active: &Arc<ActiveLease>) {
+        let owner = &active.owner;
+        let name = format!("{} of {}", owner.ifname, owner.container);
         loop {
-            let state = lock(&held.state).clone();
-            if state.over {
+            let state = lock(&active.state).clone();
+            if state.is_released {
                 return;
             }
             let age = now().duration_since(state.since).unwrap_or_default();
-            let (any, again) = match state.lease.step(age) {
-                Step::Wait(time) => {
-                    self.sleep(held, time);
+            let (any, again) = match state.lease.action(age) {
+                LeaseAction::Wait(time) => {
+                    self.sleep(active, time);
                     continue;
                 }
-                Step::Renew(again) => (false, again),
-                Step::Rebind(again) => (true, again),
-                Step::Ended => {
+                LeaseAction::Renew(again) => (false, again),
+                LeaseAction::Rebind(again) => (true, again),
+                LeaseAction::Expired => {
                     log(&format!(
                         "the lease of {} for {name} has expired; bringing the interface down",
                         state.lease.address
                     ));
-                    let down = holder.inside(|socket| {
+                    let down = owner.inside(|socket| {
                         let failed = |e| Error::doing("the interface cannot be brought down", e);
-                        match socket.link(&holder.ifname).map_err(failed)? {
+                        match socket.link(&owner.ifname).map_err(failed)? {
                             Some(link) => socket
                                 .change_link(
                                     link.index,
@@ -482,20 +486,20 @@ impl Daemon {
                     if let Err(error) = down {
                         log(&format!("{name}: {error}"));
                     }
-                    return self.drop_lease(held);
+                    return self.drop_lease(active);
                 }
             };
-            let extended = holder.inside(|socket| {
-                holder
-                    .asking(&self.settings, socket)?
+            let extended = owner.inside(|socket| {
+                owner
+                    .request_parameters(&self.settings, socket)?
                     .extend(&state.lease, age, any)
             });
             match extended {
                 Ok(lease) => {
-                    let mut state = lock(&held.state);
+                    let mut state = lock(&active.state);
                     (state.lease, state.since) = (lease, now());
-                    if !state.over
-                        && let Err(error) = self.keep(holder, &state)
+                    if !state.is_released
+                        && let Err(error) = self.store_lease(owner, &state)
                     {
                         log(&format!(
                             "writing the lease of {name} to its file failed: {error}"
@@ -506,95 +510,101 @@ impl Daemon {
                     log(&format!(
                         "{name} no longer exists; dropping its lease: {error}"
                     ));
-                    return self.drop_lease(held);
+                    return self.drop_lease(active);
                 }
                 Err(error) => {
                     log(&format!(
                         "renewing the lease of {} for {name} failed, retrying: {error}",
                         state.lease.address
                     ));
-                    self.sleep(held, Some(again));
+                    self.sleep(active, Some(again));
                 }
             }
         }
     }
 
-    fn sleep(&self, held: &Held, time: Option<Duration>) {
+    fn sleep(&self, active: &ActiveLease, time: Option<Duration>) {
         // Wakes up at least hourly, because the wall clock may have been set.
-        const LONGEST: Duration = Duration::from_secs(3600);
-        let state = lock(&held.state);
-        let wait =
-            held.ended
-                .wait_timeout_while(state, time.unwrap_or(LONGEST).min(LONGEST), |state| {
-                    !state.over
-                });
+        const MAX_SLEEP: Duration = Duration::from_secs(3600);
+        let state = lock(&active.state);
+        let wait = active.changed.wait_timeout_while(
+            state,
+            time.unwrap_or(MAX_SLEEP).min(MAX_SLEEP),
+            |state| !state.is_released,
+        );
         drop(wait.unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Removes a lease, unless a newer lease has replaced it.
-    fn drop_lease(&self, held: &Arc<Held>) {
-        let key = held.holder.own_key();
+    fn drop_lease(&self, active: &Arc<ActiveLease>) {
+        let key = active.owner.own_key();
         let mut leases = lock(&self.leases);
         if leases
             .get(&key)
-            .is_some_and(|other| Arc::ptr_eq(other, held))
+            .is_some_and(|other| Arc::ptr_eq(other, active))
         {
             leases.remove(&key);
-            self.forget(&held.holder);
+            self.remove_lease_file(&active.owner);
         }
     }
 
     fn add(self: &Arc<Daemon>, request: Json<'_>) -> Result<Value, Error> {
-        let holder = Holder::parse(request, &self.settings.prefix)?;
+        let owner = LeaseOwner::parse(request, &self.settings.prefix)?;
         let priority = request
             .object("config")?
             .object("ipam")?
             .get("priority")
             .and_then(Value::as_i64);
         let before = lock(&self.leases)
-            .get(&holder.own_key())
-            .map(|held| lock(&held.state).lease.address.addr());
-        let lease =
-            holder.inside(|socket| holder.asking(&self.settings, socket)?.acquire(before))?;
+            .get(&owner.own_key())
+            .map(|active| lock(&active.state).lease.address.addr());
+        let lease = owner.inside(|socket| {
+            owner
+                .request_parameters(&self.settings, socket)?
+                .acquire(before)
+        })?;
         let state = State {
             lease,
             since: now(),
-            over: false,
+            is_released: false,
         };
         let failed = |e| Error::doing("writing the lease to its file failed", e);
-        self.keep(&holder, &state).map_err(failed)?;
+        self.store_lease(&owner, &state).map_err(failed)?;
         let result = state.lease.success(priority).json("1.0.0")?;
-        self.hold(holder, state);
+        self.add_lease(owner, state);
         Ok(result)
     }
 
-    /// Releases the leases that `gone` selects. If the container's namespace no longer
+    /// Releases the leases for which `selects` is true. If the container's namespace no longer
     /// exists, no message can be sent and the server waits for the lease to expire.
-    fn release(&self, gone: impl Fn(&Holder) -> bool) -> usize {
-        let ended: Vec<Arc<Held>> = lock(&self.leases)
+    fn release(&self, selects: impl Fn(&LeaseOwner) -> bool) -> usize {
+        let matching: Vec<Arc<ActiveLease>> = lock(&self.leases)
             .values()
-            .filter(|h| gone(&h.holder))
+            .filter(|h| selects(&h.owner))
             .cloned()
             .collect();
-        for held in &ended {
+        for active in &matching {
             let lease = {
-                let mut state = lock(&held.state);
-                state.over = true;
+                let mut state = lock(&active.state);
+                state.is_released = true;
                 state.lease.clone()
             };
-            held.ended.notify_all();
-            let released = held
-                .holder
-                .inside(|socket| held.holder.asking(&self.settings, socket)?.release(&lease));
+            active.changed.notify_all();
+            let released = active.owner.inside(|socket| {
+                active
+                    .owner
+                    .request_parameters(&self.settings, socket)?
+                    .release(&lease)
+            });
             if let Err(error) = released {
                 log(&format!(
                     "releasing the lease of {} for {} failed, so it expires on the server: {error}",
-                    lease.address, held.holder.container
+                    lease.address, active.owner.container
                 ));
             }
-            self.drop_lease(held);
+            self.drop_lease(active);
         }
-        ended.len()
+        matching.len()
     }
 
     fn check(&self, request: Json<'_>) -> Result<Value, Error> {
@@ -603,15 +613,15 @@ impl Daemon {
             request.text("container")?,
             request.text("ifname")?,
         );
-        let held = lock(&self.leases)
-            .get(&Holder::key(network, container, ifname))
+        let active = lock(&self.leases)
+            .get(&LeaseOwner::key(network, container, ifname))
             .cloned();
-        let held = held.ok_or_else(|| {
+        let active = active.ok_or_else(|| {
             Error::other(format!(
                 "dhcp: no lease for {ifname} of container {container}"
             ))
         })?;
-        let address = lock(&held.state).lease.address.to_string();
+        let address = lock(&active.state).lease.address.to_string();
         Ok(json!({"address": address}))
     }
 
@@ -629,7 +639,7 @@ impl Daemon {
             "CHECK" => self.check(request),
             "GC" => {
                 let keep = request.list("keep")?;
-                let is_kept = |h: &Holder| {
+                let is_kept = |h: &LeaseOwner| {
                     keep.iter()
                         .any(|k| k[0] == h.container.as_str() && k[1] == h.ifname.as_str())
                 };
@@ -738,7 +748,7 @@ mod tests {
         let settings =
             parse("-socketpath /x -timeout=1m30s --broadcast -resendmax 500ms").expect("fine");
         assert_eq!(
-            (settings.socket, settings.patience, settings.broadcast),
+            (settings.socket, settings.timeout, settings.broadcast),
             ("/x".into(), Duration::from_secs(90), true)
         );
         for wrong in [

@@ -10,7 +10,7 @@ use super::message::{Message, kind, option};
 use crate::cni::{Address, Error, Json, Route, Success};
 
 /// The duration of an infinite lease (RFC 2131, section 3.3).
-const FOR_EVER: u32 = u32::MAX;
+const INFINITE: u32 = u32::MAX;
 
 /// The contents of a lease.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub struct Lease {
 
 /// The action that a lease needs at a given age.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Step {
+pub enum LeaseAction {
     /// Wait for this time; `None` waits indefinitely.
     Wait(Option<Duration>),
     /// Renew at the lease's server; after a failure retry after this time.
@@ -39,7 +39,7 @@ pub enum Step {
     /// Renew at any server; after a failure retry after this time.
     Rebind(Duration),
     /// The lease is expired.
-    Ended,
+    Expired,
 }
 
 fn addresses(bytes: &[u8]) -> Vec<Ipv4Addr> {
@@ -135,8 +135,8 @@ impl Lease {
 
     /// The remaining time at this age.
     #[must_use]
-    pub fn left(&self, age: Duration) -> Duration {
-        if self.seconds == FOR_EVER {
+    pub fn remaining(&self, age: Duration) -> Duration {
+        if self.seconds == INFINITE {
             return Duration::MAX;
         }
         Duration::from_secs(self.seconds.into()).saturating_sub(age)
@@ -144,9 +144,9 @@ impl Lease {
 
     /// The action that is due at this age.
     #[must_use]
-    pub fn step(&self, age: Duration) -> Step {
-        if self.seconds == FOR_EVER {
-            return Step::Wait(None);
+    pub fn action(&self, age: Duration) -> LeaseAction {
+        if self.seconds == INFINITE {
+            return LeaseAction::Wait(None);
         }
         let [t1, t2, end] =
             [self.renew[0], self.renew[1], self.seconds].map(|s| Duration::from_secs(s.into()));
@@ -155,10 +155,10 @@ impl Lease {
         let again =
             |until: Duration| ((until - age) / 2).max((end / 60).min(Duration::from_secs(60)));
         match age {
-            age if age < t1 => Step::Wait(Some(t1 - age)),
-            age if age < t2 => Step::Renew(again(t2)),
-            age if age < end => Step::Rebind(again(end)),
-            _ => Step::Ended,
+            age if age < t1 => LeaseAction::Wait(Some(t1 - age)),
+            age if age < t2 => LeaseAction::Renew(again(t2)),
+            age if age < end => LeaseAction::Rebind(again(end)),
+            _ => LeaseAction::Expired,
         }
     }
 
@@ -294,21 +294,24 @@ mod tests {
     #[test]
     fn leases_are_renewed_in_time() {
         let lease = Lease::of(&ack()).expect("a lease");
-        let at = |seconds: u64| lease.step(Duration::from_secs(seconds));
-        let left = |seconds: u64| lease.left(Duration::from_secs(seconds)).as_secs();
-        assert_eq!([left(0), left(3500), left(4000)], [3600, 100, 0]);
-        assert_eq!(at(0), Step::Wait(Some(Duration::from_secs(1800))));
-        assert_eq!(at(1800), Step::Renew(Duration::from_secs(675)));
-        assert_eq!(at(3140), Step::Renew(Duration::from_secs(60)));
-        assert_eq!(at(3150), Step::Rebind(Duration::from_secs(225)));
-        assert_eq!(at(3600), Step::Ended);
+        let at = |seconds: u64| lease.action(Duration::from_secs(seconds));
+        let remaining = |seconds: u64| lease.remaining(Duration::from_secs(seconds)).as_secs();
+        assert_eq!(
+            [remaining(0), remaining(3500), remaining(4000)],
+            [3600, 100, 0]
+        );
+        assert_eq!(at(0), LeaseAction::Wait(Some(Duration::from_secs(1800))));
+        assert_eq!(at(1800), LeaseAction::Renew(Duration::from_secs(675)));
+        assert_eq!(at(3140), LeaseAction::Renew(Duration::from_secs(60)));
+        assert_eq!(at(3150), LeaseAction::Rebind(Duration::from_secs(225)));
+        assert_eq!(at(3600), LeaseAction::Expired);
         assert_eq!(
             Lease {
                 seconds: u32::MAX,
                 ..lease
             }
-            .step(Duration::from_secs(1 << 40)),
-            Step::Wait(None)
+            .action(Duration::from_secs(1 << 40)),
+            LeaseAction::Wait(None)
         );
     }
 }

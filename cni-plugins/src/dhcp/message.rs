@@ -12,7 +12,7 @@ pub mod option {
     pub const LEASE_TIME: u8 = 51;
     pub const MESSAGE_TYPE: u8 = 53;
     pub const SERVER: u8 = 54;
-    pub const WANTED: u8 = 55;
+    pub const REQUESTED_OPTIONS: u8 = 55;
     pub const MESSAGE: u8 = 56;
     pub const RENEWAL_TIME: u8 = 58;
     pub const REBINDING_TIME: u8 = 59;
@@ -37,7 +37,7 @@ const FIXED: usize = 236;
 const TO_SERVER: u8 = 1;
 const TO_CLIENT: u8 = 2;
 /// The minimum size of a message in bytes (RFC 951).
-const LEAST: usize = 300;
+const MIN_SIZE: usize = 300;
 
 /// A message from or to a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -120,8 +120,8 @@ impl Message {
             }
         }
         bytes.push(255);
-        if bytes.len() < LEAST {
-            bytes.resize(LEAST, 0);
+        if bytes.len() < MIN_SIZE {
+            bytes.resize(MIN_SIZE, 0);
         }
         bytes
     }

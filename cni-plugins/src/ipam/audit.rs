@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::owners::{Life, Namespace, Record};
+use super::owners::{Namespace, OwnerState, Record};
 use super::results;
 use super::store::Store;
 use crate::cni::Error;
@@ -14,7 +14,7 @@ use crate::net::netns;
 
 /// The longest time from a reservation until the runtime lists the sandbox. The kubelet's deadline for
 /// `RunPodSandbox` is twice `runtimeRequestTimeout`, 4 minutes by default; afterwards the runtime cleans up.
-pub const DEFAULT_PATIENCE: Duration = Duration::from_secs(300);
+pub const DEFAULT_MIN_AGE: Duration = Duration::from_secs(300);
 
 /// The scope of an audit.
 #[derive(Debug, Clone)]
@@ -27,9 +27,9 @@ pub struct Request {
     /// the namespace of owners that the index does not contain.
     pub cache_dir: PathBuf,
     /// Whether to release leaked addresses.
-    pub mend: bool,
+    pub repair: bool,
     /// Addresses reserved less than this time ago are not released, because their ADD may still run.
-    pub patience: Duration,
+    pub min_age: Duration,
 }
 
 impl Default for Request {
@@ -39,8 +39,8 @@ impl Default for Request {
             data_dir: default("/var/lib/cni/networks"),
             network: None,
             cache_dir: default(results::DEFAULT_DIR),
-            mend: false,
-            patience: DEFAULT_PATIENCE,
+            repair: false,
+            min_age: DEFAULT_MIN_AGE,
         }
     }
 }
@@ -55,7 +55,7 @@ pub enum State {
     /// Not on an interface yet: the ADD may still run.
     Starting,
     /// Several containers have the address on an interface; with the others.
-    Double(String),
+    Duplicate(String),
     /// Unknown whether the owner exists.
     Unknown,
 }
@@ -74,7 +74,7 @@ pub struct Finding {
     /// The state of the address.
     pub state: State,
     /// Whether the audit has released it.
-    pub mended: bool,
+    pub repaired: bool,
 }
 
 /// The addresses of an interface in a namespace; `None` if the namespace cannot be entered.
@@ -104,7 +104,7 @@ fn cached(dir: &Path, network: &str, record: &Record) -> Option<String> {
 }
 
 /// Determines the namespace of an owner and the state of each of its addresses.
-fn judge(
+fn classify(
     store: &Store,
     request: &Request,
     network: &str,
@@ -117,28 +117,32 @@ fn judge(
             .map(|a| (*a, state.clone()))
             .collect()
     };
-    let is_starting = store.is_starting(record, request.patience);
+    let is_starting = store.is_starting(record, request.min_age);
     let leaked = |why: String| match is_starting {
         true => State::Starting,
         false => State::Leaked(why),
     };
-    let (netns, life) = match store.life(record) {
-        Life::Unknown => match cached(&request.cache_dir, network, record) {
-            Some(path) if Namespace::at(Path::new(&path)) == Namespace::default() => {
-                (None, Life::Gone("its network namespace no longer exists"))
-            }
-            Some(path) => (Some(path), Life::Alive),
-            None => (None, Life::Unknown),
+    let (netns, owner_state) = match store.owner_state(record) {
+        OwnerState::Unknown => match cached(&request.cache_dir, network, record) {
+            Some(path) if Namespace::at(Path::new(&path)) == Namespace::default() => (
+                None,
+                OwnerState::Removed("its network namespace no longer exists"),
+            ),
+            Some(path) => (Some(path), OwnerState::Exists),
+            None => (None, OwnerState::Unknown),
         },
-        life => {
+        owner_state => {
             let path = record.namespace_path();
-            (path.and_then(|p| p.to_str().map(str::to_owned)), life)
+            (
+                path.and_then(|p| p.to_str().map(str::to_owned)),
+                owner_state,
+            )
         }
     };
-    match life {
-        Life::Gone(why) => (None, all(leaked(why.into()))),
-        Life::Unknown => (None, all(State::Unknown)),
-        Life::Alive => {
+    match owner_state {
+        OwnerState::Removed(why) => (None, all(leaked(why.into()))),
+        OwnerState::Unknown => (None, all(State::Unknown)),
+        OwnerState::Exists => {
             let Some(present) = netns
                 .as_deref()
                 .and_then(|n| addresses_in(n, &record.ifname))
@@ -163,7 +167,7 @@ fn judge(
     }
 }
 
-/// Audits all addresses. If `mend` is set, releases the leaked ones. An address on the interfaces
+/// Audits all addresses. If `repair` is set, releases the leaked ones. An address on the interfaces
 /// of two containers is reported with both: only the runtime can decide which container must go.
 pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
     let networks: Vec<String> = match &request.network {
@@ -195,7 +199,7 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
         let mut owners = store.owners()?;
         owners.sort_by(|a, b| a.addresses.cmp(&b.addresses));
         for record in &owners {
-            let (netns, states) = judge(&store, request, network, record);
+            let (netns, states) = classify(&store, request, network, record);
             for address in netns
                 .as_deref()
                 .and_then(|n| addresses_in(n, &record.ifname))
@@ -208,8 +212,8 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
                     .push(record.container.clone());
             }
             for (address, state) in states {
-                let mended = request.mend && matches!(state, State::Leaked(_));
-                if mended {
+                let repaired = request.repair && matches!(state, State::Leaked(_));
+                if repaired {
                     let now = store.of(&record.container, &record.ifname);
                     now.map_or(Ok(()), |owner| store.release_one(&owner, address))?;
                 }
@@ -220,7 +224,7 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
                     container,
                     ifname,
                     state,
-                    mended,
+                    repaired,
                 });
             }
         }
@@ -236,7 +240,7 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
                 .filter(|c| *c != finding.container)
                 .collect();
             if !others.is_empty() {
-                finding.state = State::Double(format!(
+                finding.state = State::Duplicate(format!(
                     "also on an interface of {}: delete one of these pods",
                     others.join(", ")
                 ));
@@ -250,7 +254,7 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
 /// when a sandbox fails and the runtime cannot call DEL. `sandboxes` are the ids that the runtime lists now.
 ///
 /// Releases only addresses that this host-local has recorded for a Kubernetes pod. In
-/// addition, the pod's namespace must be gone or lack the address, and `patience` must have
+/// addition, the pod's namespace must be gone or lack the address, and `min_age` must have
 /// passed. Reservations of podman, of the reference host-local and of starting pods thus stay.
 pub fn repair(
     request: &Request,
@@ -263,10 +267,10 @@ pub fn repair(
     let mut findings = vec![];
     for record in store.owners()? {
         let is_ours = !record.pod.is_empty() && !sandboxes.contains(&record.container);
-        if !is_ours || store.is_starting(&record, request.patience) {
+        if !is_ours || store.is_starting(&record, request.min_age) {
             continue;
         }
-        let (_, states) = judge(&store, request, network, &record);
+        let (_, states) = classify(&store, request, network, &record);
         for (address, state) in states {
             if !matches!(state, State::Leaked(_)) {
                 continue;
@@ -281,7 +285,7 @@ pub fn repair(
                 container: record.container.clone(),
                 ifname: record.ifname.clone(),
                 state,
-                mended: true,
+                repaired: true,
             });
         }
     }
@@ -295,7 +299,7 @@ pub fn table(findings: &[Finding]) -> (String, bool) {
         vec![["NETWORK", "ADDRESS", "CONTAINER", "INTERFACE", "STATE"].map(str::to_owned)];
     let mut well = true;
     for f in findings {
-        let state = match (&f.state, f.mended) {
+        let state = match (&f.state, f.repaired) {
             (State::Used, _) => "used".to_owned(),
             (State::Unknown, _) => {
                 "unknown: no record shows whether its container still exists".to_owned()
@@ -303,9 +307,9 @@ pub fn table(findings: &[Finding]) -> (String, bool) {
             (State::Starting, _) => "starting: its ADD may still be running".to_owned(),
             (State::Leaked(why), true) => format!("released: {why}"),
             (State::Leaked(why), false) => format!("leaked: {why}"),
-            (State::Double(why), _) => format!("allocated twice: {why}"),
+            (State::Duplicate(why), _) => format!("allocated twice: {why}"),
         };
-        well &= f.mended || matches!(f.state, State::Used | State::Unknown | State::Starting);
+        well &= f.repaired || matches!(f.state, State::Used | State::Unknown | State::Starting);
         rows.push([
             f.network.clone(),
             f.address.to_string(),
@@ -361,9 +365,9 @@ twice; --mend releases the leaked ones. Exits with 1 if any leaked or doubly all
                 let seconds = text.parse().map_err(|_| {
                     Error::config(format!("invalid --older-than {text:?}: use whole seconds"))
                 })?;
-                request.patience = Duration::from_secs(seconds);
+                request.min_age = Duration::from_secs(seconds);
             }
-            "--mend" => request.mend = true,
+            "--mend" => request.repair = true,
             "--help" | "-h" => return Ok((USAGE.to_owned(), true)),
             other => {
                 return Err(Error::config(format!(

@@ -19,7 +19,7 @@ const LIMIT: u64 = 64 << 10;
 
 /// The machine, its boot and the time.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Here {
+pub struct MachineState {
     /// The kernel's boot id.
     pub boot: String,
     /// The machine's id, empty if it has none.
@@ -28,16 +28,16 @@ pub struct Here {
     pub uptime: Duration,
 }
 
-impl Here {
+impl MachineState {
     /// The current values of this machine.
     #[must_use]
-    pub fn now() -> Here {
+    pub fn now() -> MachineState {
         let read = |path: &str| {
             std::fs::read_to_string(path)
                 .map(|t| t.trim().to_owned())
                 .unwrap_or_default()
         };
-        Here {
+        MachineState {
             boot: read("/proc/sys/kernel/random/boot_id"),
             machine: read("/etc/machine-id"),
             uptime: uptime(&read("/proc/uptime")),
@@ -101,7 +101,7 @@ impl Namespace {
 
     /// Whether both can be the same namespace. Records of older versions lack the creation time.
     #[must_use]
-    pub fn may_be(self, other: Namespace) -> bool {
+    pub fn may_equal(self, other: Namespace) -> bool {
         self.has_number_of(other) && (self.born == other.born || self.born == 0 || other.born == 0)
     }
 
@@ -159,27 +159,27 @@ pub struct Record {
     /// The uid of the Kubernetes pod; empty if `CNI_ARGS` contained none, so the container is not a CRI sandbox.
     pub pod: String,
     /// The plugin process that runs or ran the ADD. If the process is killed, the field stays set.
-    pub adder: Process,
+    pub add_process: Process,
     /// The machine and time of the ADD.
-    pub here: Here,
+    pub origin: MachineState,
     /// The reserved addresses.
     pub addresses: BTreeSet<IpAddr>,
 }
 
 /// Whether an owner can still use its addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Life {
+pub enum OwnerState {
     /// Its network namespace exists.
-    Alive,
+    Exists,
     /// The owner no longer exists; with the reason.
-    Gone(&'static str),
+    Removed(&'static str),
     /// The record does not allow a decision.
     Unknown,
 }
 
 /// The path of a network namespace with this inode number, through a process in it.
 #[must_use]
-pub fn inhabitant(number: u64) -> Option<PathBuf> {
+pub fn namespace_through_process(number: u64) -> Option<PathBuf> {
     let pids = std::fs::read_dir("/proc").ok()?.flatten();
     let mut namespaces = pids.map(|entry| entry.path().join("ns/net"));
     namespaces.find(|path| std::fs::metadata(path).is_ok_and(|m| m.ino() == number))
@@ -187,7 +187,7 @@ pub fn inhabitant(number: u64) -> Option<PathBuf> {
 
 /// The inode numbers of all network namespaces that contain a process.
 #[must_use]
-pub fn inhabited() -> BTreeSet<u64> {
+pub fn namespaces_with_processes() -> BTreeSet<u64> {
     let pids = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     pids.filter(|e| {
         e.file_name()
@@ -203,7 +203,7 @@ pub fn inhabited() -> BTreeSet<u64> {
 impl Record {
     /// A record for an ADD that has just started.
     #[must_use]
-    pub fn new(container: &str, ifname: &str, netns: &str, here: &Here) -> Record {
+    pub fn new(container: &str, ifname: &str, netns: &str, origin: &MachineState) -> Record {
         let addresses = BTreeSet::new();
         Record {
             container: container.into(),
@@ -211,32 +211,36 @@ impl Record {
             netns: netns.into(),
             namespace: Namespace::at(Path::new(netns)),
             pod: String::new(),
-            adder: Process::default(),
-            here: here.clone(),
+            add_process: Process::default(),
+            origin: origin.clone(),
             addresses,
         }
     }
 
     /// Whether the owner still exists. A process may remain in a
-    /// namespace whose path was removed; `is_inhabited` checks for one.
+    /// namespace whose path was removed; `has_process` checks for one.
     #[must_use]
-    pub fn life(&self, now: &Here, is_inhabited: impl FnOnce(u64) -> bool) -> Life {
-        if self.here.boot.is_empty() || self.here.machine != now.machine {
-            return Life::Unknown;
+    pub fn owner_state(
+        &self,
+        now: &MachineState,
+        has_process: impl FnOnce(u64) -> bool,
+    ) -> OwnerState {
+        if self.origin.boot.is_empty() || self.origin.machine != now.machine {
+            return OwnerState::Unknown;
         }
-        if self.here.boot != now.boot {
-            return Life::Gone("the machine has rebooted since");
+        if self.origin.boot != now.boot {
+            return OwnerState::Removed("the machine has rebooted since");
         }
         let (path, own) = (Path::new(&self.netns), self.namespace);
         if self.netns.is_empty() || own.inode == 0 {
-            return Life::Unknown;
+            return OwnerState::Unknown;
         }
-        if Namespace::at(path).may_be(own) {
-            return Life::Alive;
+        if Namespace::at(path).may_equal(own) {
+            return OwnerState::Exists;
         }
-        match is_inhabited(own.inode) && !self.is_number_reused() {
-            true => Life::Alive,
-            false => Life::Gone("its network namespace no longer exists"),
+        match has_process(own.inode) && !self.is_number_reused() {
+            true => OwnerState::Exists,
+            false => OwnerState::Removed("its network namespace no longer exists"),
         }
     }
 
@@ -245,10 +249,10 @@ impl Record {
     #[must_use]
     pub fn namespace_path(&self) -> Option<PathBuf> {
         let pinned = PathBuf::from(&self.netns);
-        if Namespace::at(&pinned).may_be(self.namespace) {
+        if Namespace::at(&pinned).may_equal(self.namespace) {
             return Some(pinned);
         }
-        inhabitant(self.namespace.inode)
+        namespace_through_process(self.namespace.inode)
     }
 
     /// Whether the kernel has reused the inode number for a namespace that is pinned in the same directory.
@@ -258,18 +262,18 @@ impl Record {
         };
         let pinned = std::fs::read_dir(dir).into_iter().flatten().flatten();
         let mut pinned = pinned.map(|entry| Namespace::at(&entry.path()));
-        pinned.any(|other| other.has_number_of(self.namespace) && !other.may_be(self.namespace))
+        pinned.any(|other| other.has_number_of(self.namespace) && !other.may_equal(self.namespace))
     }
 
-    /// Whether the ADD that reserved the addresses may still run: its plugin process is running, or `patience` has not
+    /// Whether the ADD that reserved the addresses may still run: its plugin process is running, or `min_age` has not
     /// passed yet. An ADD of an earlier boot does not run, nor does one of unknown age whose plugin is not recorded.
     #[must_use]
-    pub fn is_starting(&self, now: &Here, patience: Duration) -> bool {
-        let same_boot = !self.here.boot.is_empty()
-            && self.here.boot == now.boot
-            && self.here.machine == now.machine;
-        let age = now.uptime.saturating_sub(self.here.uptime);
-        same_boot && (self.adder.is_running() || age < patience)
+    pub fn is_starting(&self, now: &MachineState, min_age: Duration) -> bool {
+        let same_boot = !self.origin.boot.is_empty()
+            && self.origin.boot == now.boot
+            && self.origin.machine == now.machine;
+        let age = now.uptime.saturating_sub(self.origin.uptime);
+        same_boot && (self.add_process.is_running() || age < min_age)
     }
 
     fn name(container: &str, ifname: &str) -> String {
@@ -291,11 +295,11 @@ impl Record {
             netns: text("netns")?,
             namespace: Namespace::parse(&value["namespace"], &value["inode"])?,
             pod: text("pod").unwrap_or_default(),
-            adder: Process {
+            add_process: Process {
                 pid: number("adder").unwrap_or_default(),
                 started: value["adderStarted"].as_u64().unwrap_or_default(),
             },
-            here: Here {
+            origin: MachineState {
                 boot: text("boot")?,
                 machine: text("machine")?,
                 uptime: Duration::from_secs(value["uptime"].as_u64().unwrap_or_default()),
@@ -306,8 +310,8 @@ impl Record {
 
     fn text(&self) -> String {
         json!({"container": self.container, "ifname": self.ifname, "netns": self.netns, "inode": self.namespace.inode,
-            "namespace": self.namespace.json(), "boot": self.here.boot, "machine": self.here.machine, "uptime": self.here.uptime.as_secs(),
-            "pod": self.pod, "adder": self.adder.pid, "adderStarted": self.adder.started, "addresses": self.addresses})
+            "namespace": self.namespace.json(), "boot": self.origin.boot, "machine": self.origin.machine, "uptime": self.origin.uptime.as_secs(),
+            "pod": self.pod, "adder": self.add_process.pid, "adderStarted": self.add_process.started, "addresses": self.addresses})
         .to_string()
     }
 }
@@ -319,7 +323,7 @@ pub struct Owners {
 }
 
 /// The file with the stamp of the reservation directory for which the index is complete.
-const SEEN: &str = "seen";
+const STAMP_FILE: &str = "seen";
 
 impl Owners {
     /// Opens the index of `network` below the common data directory. Network
@@ -355,13 +359,13 @@ impl Owners {
 
     /// Whether the index is complete for this stamp of the reservation directory.
     #[must_use]
-    pub fn has_seen(&self, stamp: &str) -> bool {
-        Self::read(&self.dir.join(SEEN)).is_some_and(|seen| seen == stamp)
+    pub fn is_complete_for(&self, stamp: &str) -> bool {
+        Self::read(&self.dir.join(STAMP_FILE)).is_some_and(|seen| seen == stamp)
     }
 
     /// Records that the index is complete for this stamp.
-    pub fn set_seen(&self, stamp: &str) -> io::Result<()> {
-        std::fs::write(self.dir.join(SEEN), stamp)
+    pub fn mark_complete(&self, stamp: &str) -> io::Result<()> {
+        std::fs::write(self.dir.join(STAMP_FILE), stamp)
     }
 
     /// The record of an owner, if it has one.
@@ -401,10 +405,10 @@ impl Owners {
     }
 
     /// Removes partial files of a killed process. The lock guarantees that no other process is writing.
-    pub fn tidy(&self) -> io::Result<()> {
+    pub fn remove_partial_files(&self) -> io::Result<()> {
         for entry in std::fs::read_dir(&self.dir)? {
             let path = entry?.path();
-            if path.file_name().is_some_and(|n| n != SEEN)
+            if path.file_name().is_some_and(|n| n != STAMP_FILE)
                 && Self::read(&path).and_then(|t| Record::parse(&t)).is_none()
             {
                 std::fs::remove_file(&path)?;
@@ -426,29 +430,34 @@ mod tests {
 
     #[test]
     fn owners_of_another_boot_or_a_deleted_namespace_are_dead() {
-        let now = Here {
+        let now = MachineState {
             boot: "b2".into(),
             machine: "m".into(),
             uptime: Duration::from_secs(1000),
         };
         let own = "/proc/self/ns/net";
         let record = Record::new("c", "eth0", own, &now);
-        assert_eq!(record.life(&now, |n| inhabited().contains(&n)), Life::Alive);
-        let before = Here {
+        assert_eq!(
+            record.owner_state(&now, |n| namespaces_with_processes().contains(&n)),
+            OwnerState::Exists
+        );
+        let before = MachineState {
             boot: "b1".into(),
             ..now.clone()
         };
         assert!(matches!(
-            Record::new("c", "eth0", own, &before).life(&now, |n| inhabited().contains(&n)),
-            Life::Gone(_)
+            Record::new("c", "eth0", own, &before)
+                .owner_state(&now, |n| namespaces_with_processes().contains(&n)),
+            OwnerState::Removed(_)
         ));
-        let elsewhere = Here {
+        let elsewhere = MachineState {
             machine: "other".into(),
             ..before.clone()
         };
         assert_eq!(
-            Record::new("c", "eth0", own, &elsewhere).life(&now, |n| inhabited().contains(&n)),
-            Life::Unknown,
+            Record::new("c", "eth0", own, &elsewhere)
+                .owner_state(&now, |n| namespaces_with_processes().contains(&n)),
+            OwnerState::Unknown,
             "a shared directory"
         );
         assert_eq!(
@@ -456,8 +465,8 @@ mod tests {
                 netns: "/nonexistent".into(),
                 ..record.clone()
             }
-            .life(&now, |n| inhabited().contains(&n)),
-            Life::Alive,
+            .owner_state(&now, |n| namespaces_with_processes().contains(&n)),
+            OwnerState::Exists,
             "the namespace still has processes"
         );
         assert!(matches!(
@@ -469,16 +478,16 @@ mod tests {
                 },
                 ..record.clone()
             }
-            .life(&now, |n| inhabited().contains(&n)),
-            Life::Gone(_)
+            .owner_state(&now, |n| namespaces_with_processes().contains(&n)),
+            OwnerState::Removed(_)
         ));
         assert_eq!(
             Record {
-                here: Here::default(),
+                origin: MachineState::default(),
                 ..record.clone()
             }
-            .life(&now, |n| inhabited().contains(&n)),
-            Life::Unknown
+            .owner_state(&now, |n| namespaces_with_processes().contains(&n)),
+            OwnerState::Unknown
         );
         assert_eq!(Record::parse(&record.text()), Some(record));
         assert_eq!(Record::parse("c\r\neth0"), None);
@@ -487,14 +496,14 @@ mod tests {
     #[test]
     fn a_reused_namespace_number_does_not_keep_an_owner_alive() {
         let dir = tempfile::tempdir().expect("a directory");
-        let now = Here::now();
+        let now = MachineState::now();
         let (own, other) = (dir.path().join("cni-1"), dir.path().join("cni-2"));
         std::fs::write(&own, "").expect("written");
         let record = Record::new("c", "eth0", own.to_str().expect("text"), &now);
         assert!(
             record.namespace.born != 0 && Namespace::at(Path::new("/proc/self/ns/net")).born == 0
         );
-        assert_eq!(record.life(&now, |_| false), Life::Alive);
+        assert_eq!(record.owner_state(&now, |_| false), OwnerState::Exists);
         // The kernel has reused the number for a namespace that is pinned under another name.
         let later = Namespace {
             born: record.namespace.born - 1,
@@ -505,10 +514,16 @@ mod tests {
             namespace: later,
             ..record.clone()
         };
-        assert!(matches!(reused.life(&now, |_| true), Life::Gone(_)));
+        assert!(matches!(
+            reused.owner_state(&now, |_| true),
+            OwnerState::Removed(_)
+        ));
         // The same, with the same name.
         std::fs::rename(&other, &own).expect("renamed");
-        assert!(matches!(reused.life(&now, |_| true), Life::Gone(_)));
+        assert!(matches!(
+            reused.owner_state(&now, |_| true),
+            OwnerState::Removed(_)
+        ));
         let old = Record {
             namespace: Namespace {
                 born: 0,
@@ -517,23 +532,23 @@ mod tests {
             ..record
         };
         assert_eq!(
-            old.life(&now, |_| false),
-            Life::Alive,
+            old.owner_state(&now, |_| false),
+            OwnerState::Exists,
             "an older version's record"
         );
     }
 
     #[test]
     fn an_owner_may_be_starting_if_it_is_young_or_its_plugin_runs() {
-        let patience = Duration::from_secs(300);
-        let at = |boot: &str, seconds: u64| Here {
+        let min_age = Duration::from_secs(300);
+        let at = |boot: &str, seconds: u64| MachineState {
             boot: boot.into(),
             machine: "m".into(),
             uptime: Duration::from_secs(seconds),
         };
-        let record = |here: Here, adder: Process| Record {
-            here,
-            adder,
+        let record = |origin: MachineState, add_process: Process| Record {
+            origin,
+            add_process,
             ..Record::default()
         };
         let (none, own) = (Process::default(), Process::own());
@@ -551,10 +566,14 @@ mod tests {
                 false,
             ),
             ("of another boot", record(at("a", 999), own), false),
-            ("of unknown origin", record(Here::default(), none), false),
+            (
+                "of unknown origin",
+                record(MachineState::default(), none),
+                false,
+            ),
         ] {
             assert_eq!(
-                record.is_starting(&at("b", 1000), patience),
+                record.is_starting(&at("b", 1000), min_age),
                 expected,
                 "{case}"
             );

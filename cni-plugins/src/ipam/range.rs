@@ -216,8 +216,8 @@ mod tests {
             ),
             ("10.1.2.1".into(), "10.1.2.254".into(), "10.1.2.1".into())
         );
-        let noted = parsed(&json!({"subnet": "10.1.2.0/24", "rangeStart": "::ffff:10.1.2.9"}));
-        assert_eq!(noted.expect("fine")[0][0].start.to_string(), "10.1.2.9");
+        let ranges = parsed(&json!({"subnet": "10.1.2.0/24", "rangeStart": "::ffff:10.1.2.9"}));
+        assert_eq!(ranges.expect("fine")[0][0].start.to_string(), "10.1.2.9");
         let v6 = parsed(&json!({"ranges": [[{"subnet": "fd00::/64"}]]})).expect("fine");
         assert_eq!(v6[0][0].end.to_string(), "fd00::ffff:ffff:ffff:ffff");
         let refused = [

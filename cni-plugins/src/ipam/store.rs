@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use nix::fcntl::{Flock, FlockArg};
 
-use super::owners::{Here, Life, Owners, Process, Record, inhabited};
+use super::owners::{MachineState, OwnerState, Owners, Process, Record, namespaces_with_processes};
 use crate::cni::Error;
 
 /// The size limit of a reservation in bytes; longer files are not reservations.
@@ -32,8 +32,8 @@ const RECORD_LIMIT: u64 = 1024;
 pub struct Store {
     dir: PathBuf,
     owners: Owners,
-    here: Here,
-    inhabited: OnceCell<BTreeSet<u64>>,
+    machine_state: MachineState,
+    namespaces_with_processes: OnceCell<BTreeSet<u64>>,
     /// The records found by reading all reservations, if that was necessary.
     found: RefCell<Option<BTreeMap<Key, Record>>>,
     /// Whether updating the index failed. The next process then reads everything again.
@@ -52,11 +52,15 @@ fn record(container: &str, ifname: &str) -> String {
 impl Store {
     /// Opens and locks the directory of `network`; creates it if it is missing.
     pub fn open(data_dir: &Path, network: &str) -> Result<Store, Error> {
-        Store::open_at(data_dir, network, Here::now())
+        Store::open_at(data_dir, network, MachineState::now())
     }
 
     /// Like [`Store::open`], for another machine or time (tests).
-    pub fn open_at(data_dir: &Path, network: &str, here: Here) -> Result<Store, Error> {
+    pub fn open_at(
+        data_dir: &Path,
+        network: &str,
+        machine_state: MachineState,
+    ) -> Result<Store, Error> {
         let dir = data_dir.join(network);
         let failed = |what: &str, e: &dyn std::fmt::Display| {
             Error::other(format!(
@@ -82,13 +86,13 @@ impl Store {
         let mut store = Store {
             dir,
             owners,
-            here,
-            inhabited: OnceCell::new(),
+            machine_state,
+            namespaces_with_processes: OnceCell::new(),
             found: RefCell::default(),
             outdated: false,
             _lock: lock,
         };
-        if !store.owners.has_seen(&store.stamp()) {
+        if !store.owners.is_complete_for(&store.stamp()) {
             store.reconcile()?;
         }
         Ok(store)
@@ -112,7 +116,7 @@ impl Store {
         let changed = std::fs::metadata(&self.dir).map_or((0, 0), |m| (m.mtime(), m.mtime_nsec()));
         format!(
             "{} {} {}.{}",
-            self.here.boot, self.here.machine, changed.0, changed.1
+            self.machine_state.boot, self.machine_state.machine, changed.0, changed.1
         )
     }
 
@@ -130,7 +134,7 @@ impl Store {
     /// disk prevents writing the index, but must not prevent the release of addresses.
     fn reconcile(&mut self) -> Result<(), Error> {
         let failed = self.failed();
-        self.owners.tidy().map_err(&failed)?;
+        self.owners.remove_partial_files().map_err(&failed)?;
         let mut known: BTreeMap<Key, Record> = BTreeMap::new();
         let mut listed: BTreeMap<IpAddr, Key> = BTreeMap::new();
         for mut record in self.owners.all().map_err(&failed)? {
@@ -164,7 +168,7 @@ impl Store {
             let key = (container.to_owned(), ifname.to_owned());
             let record = known
                 .entry(key.clone())
-                .or_insert_with(|| Record::new(container, ifname, "", &Here::default()));
+                .or_insert_with(|| Record::new(container, ifname, "", &MachineState::default()));
             record.addresses.insert(address);
             *changed.entry(key.clone()).or_default() |=
                 listed.remove(&address).is_none_or(|owner| owner != key);
@@ -173,7 +177,8 @@ impl Store {
             changed.insert(key, true);
         }
         let dead = |record: &Record| {
-            record.here.boot != self.here.boot && matches!(self.life(record), Life::Gone(_))
+            record.origin.boot != self.machine_state.boot
+                && matches!(self.owner_state(record), OwnerState::Removed(_))
         };
         let ended: Vec<Key> = known
             .iter()
@@ -239,8 +244,8 @@ impl Store {
         let before = self.get(container, ifname);
         let mut owner = Record {
             pod: pod.into(),
-            adder: Process::own(),
-            ..Record::new(container, ifname, netns, &self.here)
+            add_process: Process::own(),
+            ..Record::new(container, ifname, netns, &self.machine_state)
         };
         owner
             .addresses
@@ -301,16 +306,18 @@ impl Store {
 
     /// Whether an owner can still use its addresses.
     #[must_use]
-    pub fn life(&self, record: &Record) -> Life {
-        record.life(&self.here, |number| {
-            self.inhabited.get_or_init(inhabited).contains(&number)
+    pub fn owner_state(&self, record: &Record) -> OwnerState {
+        record.owner_state(&self.machine_state, |number| {
+            self.namespaces_with_processes
+                .get_or_init(namespaces_with_processes)
+                .contains(&number)
         })
     }
 
     /// Whether the ADD of an owner may still run (see [`Record::is_starting`]).
     #[must_use]
-    pub fn is_starting(&self, record: &Record, patience: Duration) -> bool {
-        record.is_starting(&self.here, patience)
+    pub fn is_starting(&self, record: &Record, min_age: Duration) -> bool {
+        record.is_starting(&self.machine_state, min_age)
     }
 
     /// Whether `address` is reserved for a container's interface.
@@ -400,7 +407,7 @@ impl Store {
         for owner in self
             .owners()?
             .iter()
-            .filter(|r| matches!(self.life(r), Life::Gone(_)))
+            .filter(|r| matches!(self.owner_state(r), OwnerState::Removed(_)))
         {
             found += owner.addresses.len();
             self.release(owner)?;
@@ -413,7 +420,7 @@ impl Drop for Store {
     fn drop(&mut self) {
         // If this fails, the next process reads everything again.
         if !self.outdated {
-            let _ = self.owners.set_seen(&self.stamp());
+            let _ = self.owners.mark_complete(&self.stamp());
         }
     }
 }
@@ -629,10 +636,10 @@ mod tests {
             Store::open_at(
                 dir.path(),
                 "net",
-                Here {
+                MachineState {
                     boot: boot.into(),
                     machine: machine.into(),
-                    ..Here::now()
+                    ..MachineState::now()
                 },
             )
             .expect("open")

@@ -51,7 +51,7 @@ fn tuple(bytes: &[u8]) -> Tuple {
 pub fn forget_udp(v4: bool, ports: &[u16], containers: &[IpAddr]) -> io::Result<()> {
     let mut socket = Socket::netfilter()?;
     let header = [if v4 { 2 } else { 10 }, 0, 0, 0];
-    let mut doomed = vec![];
+    let mut to_delete = vec![];
     for (_, body) in socket.query(Message::new(GET, REQUEST | DUMP, &header))? {
         let mut message = Message::new(DELETE, REQUEST | ACK, &header);
         let (mut original, mut reply) = (Tuple::default(), Tuple::default());
@@ -68,10 +68,10 @@ pub fn forget_udp(v4: bool, ports: &[u16], containers: &[IpAddr]) -> io::Result<
         }
         let answered = reply.source.is_some_and(|a| containers.contains(&a));
         if original.protocol == UDP && (answered || ports.contains(&original.port)) {
-            doomed.push(message);
+            to_delete.push(message);
         }
     }
-    for message in doomed {
+    for message in to_delete {
         match socket.execute(message) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}

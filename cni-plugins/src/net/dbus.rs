@@ -158,7 +158,7 @@ fn read_fields(fields: &[u8]) -> Option<(u32, String)> {
     Some((reply_to, signature))
 }
 
-fn nonsense() -> io::Error {
+fn invalid_message() -> io::Error {
     io::Error::new(
         io::ErrorKind::InvalidData,
         "the message bus sent a malformed reply",
@@ -238,28 +238,29 @@ impl Bus {
             let mut fixed = [0; 16];
             self.stream.read_exact(&mut fixed)?;
             let (body, fields) = (
-                number(&fixed, 4).ok_or_else(nonsense)? as usize,
-                number(&fixed, 12).ok_or_else(nonsense)? as usize,
+                number(&fixed, 4).ok_or_else(invalid_message)? as usize,
+                number(&fixed, 12).ok_or_else(invalid_message)? as usize,
             );
             if fixed[0] != b'l' || body > LIMIT || fields > LIMIT {
-                return Err(nonsense());
+                return Err(invalid_message());
             }
             let mut rest = vec![0; fields.next_multiple_of(8) + body];
             self.stream.read_exact(&mut rest)?;
             let (reply_to, signature) =
-                read_fields(rest.get(..fields).ok_or_else(nonsense)?).ok_or_else(nonsense)?;
+                read_fields(rest.get(..fields).ok_or_else(invalid_message)?)
+                    .ok_or_else(invalid_message)?;
             // Skip signals and answers to other calls.
             if reply_to != self.serial || ![RETURN, ERROR].contains(&fixed[1]) {
                 continue;
             }
             let body = rest
                 .get(fields.next_multiple_of(8)..)
-                .ok_or_else(nonsense)?;
+                .ok_or_else(invalid_message)?;
             return Ok(match (fixed[1], signature.as_bytes().first()) {
-                (ERROR, Some(b's')) => Answer::Refused(text(body, 0).ok_or_else(nonsense)?),
+                (ERROR, Some(b's')) => Answer::Refused(text(body, 0).ok_or_else(invalid_message)?),
                 (ERROR, _) => Answer::Refused("no reason was given".into()),
-                (_, Some(b's')) => Answer::Text(text(body, 0).ok_or_else(nonsense)?),
-                (_, Some(b'b')) => Answer::Flag(number(body, 0).ok_or_else(nonsense)? != 0),
+                (_, Some(b's')) => Answer::Text(text(body, 0).ok_or_else(invalid_message)?),
+                (_, Some(b'b')) => Answer::Flag(number(body, 0).ok_or_else(invalid_message)? != 0),
                 _ => Answer::Other,
             });
         }

@@ -66,13 +66,13 @@ pub struct Link {
     /// Whether it receives all multicast packets (`IFF_ALLMULTI`).
     pub all_multicast: bool,
     /// The index of its parent link or of its veth peer.
-    pub below: Option<u32>,
+    pub parent: Option<u32>,
     /// The length of the transmit queue in packets.
     pub queue: u32,
     /// The alias (`ip link set alias`); may be empty.
     pub alias: String,
     /// Whether its operational state allows traffic.
-    pub operates: bool,
+    pub is_operational: bool,
     /// The attributes of its kind (`IFLA_INFO_DATA`), encoded.
     pub data: Vec<u8>,
 }
@@ -158,10 +158,10 @@ fn parse_link(body: &[u8]) -> Option<Link> {
             IFLA_ADDRESS => link.mac = mac_text(value),
             IFLA_MTU => link.mtu = number(value).unwrap_or(0),
             IFLA_MASTER => link.master = number(value),
-            IFLA_LINK => link.below = number(value),
+            IFLA_LINK => link.parent = number(value),
             IFLA_TXQLEN => link.queue = number(value).unwrap_or(0),
             IFLA_IFALIAS => link.alias = text(value),
-            IFLA_OPERSTATE => link.operates = value == [6],
+            IFLA_OPERSTATE => link.is_operational = value == [6],
             IFLA_LINKINFO => {
                 for (kind, value) in attributes(value) {
                     match kind {
@@ -205,7 +205,7 @@ pub struct LinkPlan<'a> {
     /// The attributes of the kind (`IFLA_INFO_DATA`).
     pub data: Attributes,
     /// The index of the parent link, in the namespace of the socket.
-    pub below: Option<u32>,
+    pub parent: Option<u32>,
     /// The namespace for the new link; `None` means that of the socket.
     pub namespace: Option<&'a File>,
     /// The MTU; 0 means the kernel's default.
@@ -245,8 +245,8 @@ impl Socket {
         let mut message =
             Message::new(NEW_LINK, REQUEST | ACK | CREATE | EXCL, &header(0, 0, 0, 0))
                 .text(IFLA_IFNAME, plan.name);
-        if let Some(below) = plan.below {
-            message = message.number(IFLA_LINK, below);
+        if let Some(parent) = plan.parent {
+            message = message.number(IFLA_LINK, parent);
         }
         if let Some(mac) = plan.mac {
             message = message.put(IFLA_ADDRESS, &mac);

@@ -73,17 +73,17 @@ impl Packets {
     }
 
     /// Receives the next packet; `None` after the timeout.
-    pub fn receive(&self, patience: Duration) -> io::Result<Option<Vec<u8>>> {
+    pub fn receive(&self, timeout: Duration) -> io::Result<Option<Vec<u8>>> {
         use nix::sys::socket::{MsgFlags, recv, setsockopt, sockopt};
         use nix::sys::time::{TimeVal, TimeValLike as _};
         // A timeout of zero would block indefinitely.
-        let patience = i64::try_from(patience.as_millis())
+        let timeout = i64::try_from(timeout.as_millis())
             .unwrap_or(i64::MAX)
             .max(1);
         setsockopt(
             &self.socket,
             sockopt::ReceiveTimeout,
-            &TimeVal::milliseconds(patience),
+            &TimeVal::milliseconds(timeout),
         )?;
         let mut buffer = vec![0; 4096];
         match recv(self.socket.as_raw_fd(), &mut buffer, MsgFlags::empty()) {

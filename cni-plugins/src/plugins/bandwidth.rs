@@ -2,7 +2,7 @@
 //! of containernetworking/plugins). Chained after a plugin that creates a veth pair.
 
 use super::interface::{self, doing};
-use crate::cni::{Error, Interface, Json, Success, digest, is_left_over};
+use crate::cni::{Error, Interface, Json, Success, digest, is_orphaned};
 use crate::net::link::{Change, Link, LinkPlan};
 use crate::net::netlink::Socket;
 use crate::net::traffic::Bucket;
@@ -103,7 +103,7 @@ fn host_end(call: &Call<'_>, socket: &mut Socket, previous: &Success) -> Result<
         Ok(inside
             .link(&call.ifname)
             .map_err(failed())?
-            .and_then(|l| l.below))
+            .and_then(|l| l.parent))
     })?;
     let peer = match index {
         Some(index) => socket.link_at(index).map_err(failed())?,
@@ -249,8 +249,8 @@ impl Plugin for Bandwidth {
         let network = call.network()?;
         let left = links
             .iter()
-            .filter(|l| l.kind == "ifb" && is_left_over(&l.alias, network, keep));
-        interface::together(left.map(|l| {
+            .filter(|l| l.kind == "ifb" && is_orphaned(&l.alias, network, keep));
+        interface::join_errors(left.map(|l| {
             socket
                 .delete_link(&l.name)
                 .map_err(doing(format!("the ifb {:?} cannot be removed", l.name)))

@@ -457,7 +457,7 @@ impl Plugin for Bridge {
             // Report only the first error; the runtime calls DEL for leftovers.
             let _ = socket.delete_link(&host_name);
             if config.spoof_check {
-                let _ = Nft::clean(|nft| spoof::remove(nft, &call.container, &call.ifname));
+                let _ = Nft::clean_up(|nft| spoof::remove(nft, &call.container, &call.ifname));
             }
         }
         result
@@ -523,12 +523,12 @@ impl Plugin for Bridge {
         let config = Config::parse(call)?;
         let mut socket = Socket::route().map_err(doing("opening a netlink socket failed"))?;
         let spoof = if config.spoof_check {
-            let gone = |port: &str| matches!(socket.link(port), Ok(None));
-            spoof::collect(keep, gone).map_err(doing("MAC spoof checks cannot be removed"))
+            let is_removed = |port: &str| matches!(socket.link(port), Ok(None));
+            spoof::collect(keep, is_removed).map_err(doing("MAC spoof checks cannot be removed"))
         } else {
             Ok(())
         };
-        interface::together([
+        interface::join_errors([
             spoof,
             pair::collect_masquerade(call, keep),
             interface::collect_addresses(call, keep),
@@ -541,7 +541,7 @@ impl Plugin for Bridge {
         if config.masquerade || config.spoof_check {
             super::has_nftables()?;
         }
-        interface::ask_ipam(call, "STATUS")
+        interface::call_ipam(call, "STATUS")
     }
 }
 
@@ -603,7 +603,7 @@ fn forwards(socket: &mut Socket, port: &str) -> Result<(), Error> {
             .link(port)
             .map_err(doing("the host interface cannot be read"))?;
         match link {
-            Some(link) if link.operates => return Ok(()),
+            Some(link) if link.is_operational => return Ok(()),
             Some(_) if begun.elapsed() < OPERATES_WITHIN => {
                 std::thread::sleep(Duration::from_millis(1));
             }

@@ -17,7 +17,7 @@ pub struct Dhcp;
 const LIMIT: u64 = 1 << 20;
 
 /// Sends a request to the daemon and returns its answer.
-fn ask(call: &Call<'_>, verb: &str, keep: &[(String, String)]) -> Result<Value, Error> {
+fn call_daemon(call: &Call<'_>, verb: &str, keep: &[(String, String)]) -> Result<Value, Error> {
     let given = call.config.object("ipam")?.text("daemonSocketPath")?;
     let path = if given.is_empty() {
         crate::dhcp::SOCKET
@@ -69,30 +69,34 @@ impl Plugin for Dhcp {
     }
 
     fn add(&self, call: &Call<'_>) -> Result<Success, Error> {
-        Success::parse(&ask(call, "ADD", &[])?, "1.0.0")
+        Success::parse(&call_daemon(call, "ADD", &[])?, "1.0.0")
     }
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
-        ask(call, "DEL", &[]).map(|_| ())
+        call_daemon(call, "DEL", &[]).map(|_| ())
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
-        let held = ask(call, "CHECK", &[])?;
-        let held = held["address"].as_str().unwrap_or_default();
+        let address = call_daemon(call, "CHECK", &[])?;
+        let address = address["address"].as_str().unwrap_or_default();
         let previous = call.previous()?.unwrap_or_default();
-        if previous.ips.iter().any(|ip| ip.address.to_string() == held) {
+        if previous
+            .ips
+            .iter()
+            .any(|ip| ip.address.to_string() == address)
+        {
             return Ok(());
         }
         Err(Error::other(format!(
-            "dhcp: the lease is of {held}, which is not in prevResult"
+            "dhcp: the lease is of {address}, which is not in prevResult"
         )))
     }
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
-        ask(call, "GC", keep).map(|_| ())
+        call_daemon(call, "GC", keep).map(|_| ())
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
-        ask(call, "STATUS", &[]).map(|_| ())
+        call_daemon(call, "STATUS", &[]).map(|_| ())
     }
 }

@@ -35,7 +35,7 @@ impl Plugin for Dummy {
             call,
             addresses,
             || interface::inside(call, |socket| sublink::make(socket, &plan)),
-            || sublink::discard(call),
+            || sublink::delete_link(call),
         )
     }
 

@@ -5,7 +5,7 @@
 
 use std::net::IpAddr;
 
-use super::interface::{doing, together};
+use super::interface::{doing, join_errors};
 use crate::cni::{Error, Success};
 use crate::net::firewalld::Firewalld;
 use crate::net::nft::iptables;
@@ -101,7 +101,7 @@ impl<'a> Config<'a> {
     /// Allows traffic of the addresses.
     fn open(&self, call: &Call<'_>, addresses: &[IpAddr]) -> Result<(), Error> {
         let Some(mut firewalld) = self.firewalld()? else {
-            refuse_legacy()?;
+            reject_legacy_iptables()?;
             return iptables::allow(addresses, self.admin, &call.owner()?)
                 .map_err(doing("adding the rules of the firewall to nftables failed"));
         };
@@ -160,7 +160,7 @@ fn addresses(success: &Success) -> Vec<IpAddr> {
 }
 
 /// Legacy iptables filters packets in addition to nftables, and drops them even if nftables accepts them.
-fn refuse_legacy() -> Result<(), Error> {
+fn reject_legacy_iptables() -> Result<(), Error> {
     if iptables::is_legacy("filter") {
         return Err(Error::new(
             Error::UNAVAILABLE,
@@ -228,7 +228,7 @@ impl Plugin for Firewall {
             // Without firewalld its zones do not exist either.
             _ => Ok(()),
         };
-        together([tables, zone])
+        join_errors([tables, zone])
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
@@ -263,7 +263,7 @@ impl Plugin for Firewall {
         if Config::parse(call)?.firewalld()?.is_some() {
             return Ok(());
         }
-        refuse_legacy()?;
+        reject_legacy_iptables()?;
         super::has_nftables()
     }
 }

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use super::interface::{self, doing};
-use super::sublink::{self, Addresses, beside};
+use super::sublink::{self, Addresses, in_parent_namespace};
 use crate::cni::{Error, Interface, Success};
 use crate::net::link::{Change, Link, parse_mac};
 use crate::net::netlink::Socket;
@@ -29,7 +29,7 @@ const PCI: &str = "/sys/bus/pci/devices";
 /// Devices that are part of a PCI device, such as subfunctions.
 const AUXILIARY: &str = "/sys/bus/auxiliary/devices";
 /// Drivers that give a device to a user-space program. The kernel has no link for such a device.
-const HANDED_OVER: [&str; 3] = ["vfio-pci", "uio_pci_generic", "igb_uio"];
+const USER_SPACE_DRIVERS: [&str; 3] = ["vfio-pci", "uio_pci_generic", "igb_uio"];
 
 /// The path of a device below a directory of sysfs. The id cannot lead out of the directory.
 fn on_bus(bus: &str, id: &str) -> Result<PathBuf, Error> {
@@ -64,7 +64,7 @@ impl<'a> Device<'a> {
         // If a user-space program drives the device at the PCI address,
         // no link moves, even if another device is named (`loadConf`).
         let pci = Device::Pci(given[3]);
-        if !given[3].is_empty() && pci.is_handed_over()? {
+        if !given[3].is_empty() && pci.has_user_space_driver()? {
             return Ok(pci);
         }
         match given {
@@ -79,7 +79,7 @@ impl<'a> Device<'a> {
     }
 
     /// The name of the interface of a device in sysfs. For a virtio device it is one directory further down.
-    fn below(dir: &Path) -> Result<String, Error> {
+    fn interface_in(dir: &Path) -> Result<String, Error> {
         let names = |dir: &Path| {
             let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
             let mut names: Vec<String> = entries
@@ -101,12 +101,12 @@ impl<'a> Device<'a> {
     }
 
     /// Whether a user-space driver has the device, for instance for a virtual machine or DPDK.
-    fn is_handed_over(&self) -> Result<bool, Error> {
+    fn has_user_space_driver(&self) -> Result<bool, Error> {
         let Device::Pci(id) = self else {
             return Ok(false);
         };
         let driver = std::fs::read_link(on_bus(PCI, id)?.join("driver"));
-        Ok(driver.is_ok_and(|path| HANDED_OVER.iter().any(|d| path.ends_with(d))))
+        Ok(driver.is_ok_and(|path| USER_SPACE_DRIVERS.iter().any(|d| path.ends_with(d))))
     }
 
     fn find(&self, socket: &mut Socket) -> Result<Link, Error> {
@@ -137,17 +137,17 @@ impl<'a> Device<'a> {
                         "kernelpath {path:?} must be a path below /sys/devices"
                     )));
                 }
-                named(socket, &Self::below(&real)?)
+                named(socket, &Self::interface_in(&real)?)
             }
-            Device::Pci(id) => named(socket, &Self::below(&on_bus(PCI, id)?)?),
-            Device::Auxiliary(id) => named(socket, &Self::below(&on_bus(AUXILIARY, id)?)?),
+            Device::Pci(id) => named(socket, &Self::interface_in(&on_bus(PCI, id)?)?),
+            Device::Auxiliary(id) => named(socket, &Self::interface_in(&on_bus(AUXILIARY, id)?)?),
         }
     }
 }
 
 /// Moves a link to another namespace and sets its name and alias there.
 /// If the move fails, restores the link, since the host may need it.
-fn hand_over(
+fn move_link(
     socket: &mut Socket,
     link: &Link,
     to: &File,
@@ -226,7 +226,7 @@ fn hand_over(
 }
 
 /// Moves the container's interface back to the host and restores its name there.
-fn release(call: &Call<'_>) -> Result<(), Error> {
+fn return_link(call: &Call<'_>) -> Result<(), Error> {
     let Some(namespace) = (if call.netns.is_empty() {
         None
     } else {
@@ -249,12 +249,12 @@ fn release(call: &Call<'_>) -> Result<(), Error> {
         } else {
             link.alias.clone()
         };
-        hand_over(&mut socket, &link, &host, &name, "")
+        move_link(&mut socket, &link, &host, &name, "")
     })
 }
 
 /// ADD for a device with a user-space driver: there is no link to move, only addresses for the program.
-fn announce(call: &Call<'_>) -> Result<Success, Error> {
+fn add_without_link(call: &Call<'_>) -> Result<Success, Error> {
     netns::require(&call.netns)?;
     let finish = |mut success: Success| {
         success.ips.iter_mut().for_each(|ip| ip.interface = Some(0));
@@ -276,7 +276,7 @@ fn announce(call: &Call<'_>) -> Result<Success, Error> {
 /// no longer exist, or the configuration may no longer name it.
 fn has_no_link(call: &Call<'_>) -> bool {
     Device::parse(call)
-        .and_then(|d| d.is_handed_over())
+        .and_then(|d| d.has_user_space_driver())
         .unwrap_or(false)
 }
 
@@ -287,20 +287,20 @@ impl Plugin for HostDevice {
 
     fn add(&self, call: &Call<'_>) -> Result<Success, Error> {
         let device = Device::parse(call)?;
-        if device.is_handed_over()? {
-            return announce(call);
+        if device.has_user_space_driver()? {
+            return add_without_link(call);
         }
         let make = || {
-            beside(call, false, |socket, namespace| {
+            in_parent_namespace(call, false, |socket, namespace| {
                 let link = device.find(socket)?;
                 let namespace =
                     namespace.ok_or_else(|| Error::other("the container has no namespace"))?;
-                hand_over(socket, &link, namespace, &call.ifname, &link.name)
+                move_link(socket, &link, namespace, &call.ifname, &link.name)
             })
         };
         // Report only the first error; the runtime calls DEL for leftovers.
-        let unmake = || drop(release(call));
-        sublink::add(call, Addresses::of(call)?, make, unmake)
+        let undo = || drop(return_link(call));
+        sublink::add(call, Addresses::of(call)?, make, undo)
     }
 
     /// Releases addresses even if the namespace was removed. The kernel has then moved the link back to the host.
@@ -309,14 +309,14 @@ impl Plugin for HostDevice {
             if has_no_link(call) {
                 Ok(())
             } else {
-                release(call)
+                return_link(call)
             }
         };
-        interface::together([interface::ask_ipam(call, "DEL"), link()])
+        interface::join_errors([interface::call_ipam(call, "DEL"), link()])
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
-        interface::ask_ipam(call, "CHECK")?;
+        interface::call_ipam(call, "CHECK")?;
         if has_no_link(call) {
             return Ok(());
         }
@@ -346,6 +346,6 @@ impl Plugin for HostDevice {
         if !call.config.object("capabilities")?.flag("deviceID")? {
             Device::parse(call)?;
         }
-        interface::ask_ipam(call, "STATUS")
+        interface::call_ipam(call, "STATUS")
     }
 }

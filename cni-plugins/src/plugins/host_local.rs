@@ -9,7 +9,7 @@ use ipnet::IpNet;
 use serde_json::{Map, Value};
 
 use crate::cni::{self, Address, Dns, Error, Success, at_least, cni_args, parse_routes};
-use crate::ipam::owners::{Life, Record};
+use crate::ipam::owners::{OwnerState, Record};
 use crate::ipam::range::{self, RangeSet};
 use crate::ipam::store::{Reservation, Store};
 use crate::skel::{Call, Plugin};
@@ -134,7 +134,7 @@ impl Plugin for HostLocal {
         let mut requested = config.requested;
         if let Some(mine) = store.of(&call.container, &call.ifname) {
             // A leftover reservation: the container was recreated under the same id.
-            if matches!(store.life(&mine), Life::Gone(_)) {
+            if matches!(store.owner_state(&mine), OwnerState::Removed(_)) {
                 store.release(&mine)?;
             } else if let Some(have) = mine
                 .addresses
@@ -241,7 +241,7 @@ impl Plugin for HostLocal {
                 if store
                     .owners()?
                     .iter()
-                    .any(|o| matches!(store.life(o), Life::Gone(_))) =>
+                    .any(|o| matches!(store.owner_state(o), OwnerState::Removed(_))) =>
             {
                 Ok(())
             }

@@ -18,7 +18,7 @@ pub(super) fn doing<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl 
 }
 
 /// Prepares the container's interface for its addresses. Must run inside the container's namespace.
-pub(super) fn ready(ifname: &str, success: &Success, dad: bool) -> Result<(Socket, u32), Error> {
+pub(super) fn prepare(ifname: &str, success: &Success, dad: bool) -> Result<(Socket, u32), Error> {
     let mut socket =
         Socket::route().map_err(doing("opening a netlink socket in the container failed"))?;
     let link = socket
@@ -53,7 +53,7 @@ pub(super) fn configure(
     dad: bool,
 ) -> Result<(), Error> {
     netns::inside(namespace, || {
-        let (mut socket, index) = ready(ifname, success, dad)?;
+        let (mut socket, index) = prepare(ifname, success, dad)?;
         for ip in &success.ips {
             socket
                 .add_address(index, ip.address)
@@ -143,7 +143,7 @@ pub(super) fn ipam<'a>(call: &Call<'a>) -> Result<&'a str, Error> {
 }
 
 /// Calls the network's IPAM plugin with a verb, if there is one.
-pub(super) fn ask_ipam(call: &Call<'_>, verb: &str) -> Result<(), Error> {
+pub(super) fn call_ipam(call: &Call<'_>, verb: &str) -> Result<(), Error> {
     match ipam(call)? {
         "" => Ok(()),
         kind => delegate::forward(call, kind, verb),
@@ -159,7 +159,9 @@ pub(super) fn collect_addresses(call: &Call<'_>, keep: &[(String, String)]) -> R
 }
 
 /// Joins all errors into one message; the first error determines the code.
-pub(super) fn together(results: impl IntoIterator<Item = Result<(), Error>>) -> Result<(), Error> {
+pub(super) fn join_errors(
+    results: impl IntoIterator<Item = Result<(), Error>>,
+) -> Result<(), Error> {
     let mut errors: Vec<Error> = results.into_iter().filter_map(Result::err).collect();
     match errors.len() {
         0 => Ok(()),
@@ -186,7 +188,7 @@ pub(super) fn remove(
     let early = if at_last {
         Ok(())
     } else {
-        ask_ipam(call, "DEL")
+        call_ipam(call, "DEL")
     };
     // Closing the nftables connection waits until the kernel has freed the rules, and deleting
     // the link waits likewise. Keeping the connection open until the end combines the two waits.
@@ -207,12 +209,12 @@ pub(super) fn remove(
         None => Ok(()),
     };
     let link = link();
-    together([
+    join_errors([
         early,
         rules,
         link,
         if at_last {
-            ask_ipam(call, "DEL")
+            call_ipam(call, "DEL")
         } else {
             Ok(())
         },
@@ -286,7 +288,7 @@ fn check_routes(socket: &mut Socket, expected: &Success) -> Result<(), Error> {
     match expected
         .routes
         .iter()
-        .find(|r| !routes.iter().any(|d| leads_as(d, r)))
+        .find(|r| !routes.iter().any(|d| matches_route(d, r)))
     {
         Some(missing) => Err(Error::other(format!(
             "the route to {}{} is missing",
@@ -302,7 +304,7 @@ fn check_routes(socket: &mut Socket, expected: &Success) -> Result<(), Error> {
 /// Whether a route of the kernel matches one of the result. As in the reference, the
 /// gateway of a default route is not compared. The parser shows no gateway and link
 /// for a multipath route or a route without a link, so those match by destination.
-fn leads_as(found: &Route, expected: &crate::cni::Route) -> bool {
+fn matches_route(found: &Route, expected: &crate::cni::Route) -> bool {
     let several = found.gateway.is_none() && found.link == 0;
     found.destination == expected.destination.trunc()
         && (several
@@ -328,23 +330,23 @@ mod tests {
             Route::new(link, wanted.destination, wanted.gateway)
         };
         let over = |gateway| kernel(2, "10.9.0.0/16", Some(gateway));
-        let asked = of("10.9.0.0/16", Some("10.1.1.8"));
-        assert!(leads_as(&over("10.1.1.8"), &asked));
-        assert!(!leads_as(&over("10.1.1.9"), &asked));
-        assert!(!leads_as(&kernel(2, "10.9.0.0/16", None), &asked));
-        assert!(!leads_as(
+        let requested = of("10.9.0.0/16", Some("10.1.1.8"));
+        assert!(matches_route(&over("10.1.1.8"), &requested));
+        assert!(!matches_route(&over("10.1.1.9"), &requested));
+        assert!(!matches_route(&kernel(2, "10.9.0.0/16", None), &requested));
+        assert!(!matches_route(
             &kernel(2, "10.9.0.0/17", Some("10.1.1.8")),
-            &asked
+            &requested
         ));
         // The result does not contain an inferred gateway, and the kernel clears host bits.
-        assert!(leads_as(&over("10.1.1.9"), &of("10.9.1.2/16", None)));
+        assert!(matches_route(&over("10.1.1.9"), &of("10.9.1.2/16", None)));
         // A changed default route is assumed to be intentional.
         let default = of("0.0.0.0/0", Some("10.1.1.1"));
-        assert!(leads_as(
+        assert!(matches_route(
             &kernel(2, "0.0.0.0/0", Some("10.1.1.9")),
             &default
         ));
         // A multipath route.
-        assert!(leads_as(&kernel(0, "10.9.0.0/16", None), &asked));
+        assert!(matches_route(&kernel(0, "10.9.0.0/16", None), &requested));
     }
 }

@@ -3,7 +3,7 @@
 //! Can be chained after a plugin that creates the parent.
 
 use super::interface;
-use super::sublink::{self, Addresses, below, beside};
+use super::sublink::{self, Addresses, in_parent_namespace, parent};
 use crate::cni::{Error, Success};
 use crate::net::link::LinkPlan;
 use crate::net::netlink::Attributes;
@@ -60,14 +60,14 @@ impl Plugin for Ipvlan {
             (other, _) => other,
         };
         let make = || {
-            beside(call, c.flag("linkInContainer")?, |socket, namespace| {
-                let below = below(socket, master(call, previous.as_ref())?)?;
+            in_parent_namespace(call, c.flag("linkInContainer")?, |socket, namespace| {
+                let parent = parent(socket, master(call, previous.as_ref())?)?;
                 let mtu = sublink::mtu(call, None)?;
                 let plan = LinkPlan {
                     name: &call.ifname,
                     kind: "ipvlan",
                     data,
-                    below: Some(below.index),
+                    parent: Some(parent.index),
                     namespace,
                     mtu,
                     mac: None,
@@ -75,7 +75,7 @@ impl Plugin for Ipvlan {
                 sublink::make(socket, &plan)
             })
         };
-        sublink::add(call, addresses, make, || sublink::discard(call))
+        sublink::add(call, addresses, make, || sublink::delete_link(call))
     }
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
@@ -87,8 +87,8 @@ impl Plugin for Ipvlan {
         // `prevResult` already is the result of this plugin, so the master is unknown.
         let name = call.config.text("master")?;
         if !name.is_empty() {
-            beside(call, call.config.flag("linkInContainer")?, |socket, _| {
-                below(socket, name)
+            in_parent_namespace(call, call.config.flag("linkInContainer")?, |socket, _| {
+                parent(socket, name)
             })?;
         }
         let mode = mode(call)?;

@@ -2,7 +2,7 @@
 //! (`plugins/main/macvlan/macvlan.go` of containernetworking/plugins).
 
 use super::interface;
-use super::sublink::{self, Addresses, below, beside};
+use super::sublink::{self, Addresses, in_parent_namespace, parent};
 use crate::cni::{Error, Success, cni_args};
 use crate::net::link::{LinkPlan, parse_mac};
 use crate::net::netlink::Attributes;
@@ -60,16 +60,16 @@ impl Plugin for Macvlan {
             data = data.number(QUEUE, queue);
         }
         let make = || {
-            beside(call, c.flag("linkInContainer")?, |socket, namespace| {
-                let below = below(socket, c.text("master")?)?;
-                let mtu = sublink::mtu(call, Some(&below))?;
+            in_parent_namespace(call, c.flag("linkInContainer")?, |socket, namespace| {
+                let parent = parent(socket, c.text("master")?)?;
+                let mtu = sublink::mtu(call, Some(&parent))?;
                 sublink::make(
                     socket,
                     &LinkPlan {
                         name: &call.ifname,
                         kind: "macvlan",
                         data,
-                        below: Some(below.index),
+                        parent: Some(parent.index),
                         namespace,
                         mtu,
                         mac,
@@ -77,7 +77,9 @@ impl Plugin for Macvlan {
                 )
             })
         };
-        sublink::add(call, Addresses::of(call)?, make, || sublink::discard(call))
+        sublink::add(call, Addresses::of(call)?, make, || {
+            sublink::delete_link(call)
+        })
     }
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
@@ -85,8 +87,8 @@ impl Plugin for Macvlan {
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
-        beside(call, call.config.flag("linkInContainer")?, |socket, _| {
-            below(socket, call.config.text("master")?)
+        in_parent_namespace(call, call.config.flag("linkInContainer")?, |socket, _| {
+            parent(socket, call.config.text("master")?)
         })?;
         let mode = mode(call)?;
         sublink::check(call, "macvlan", |link| {

@@ -100,7 +100,7 @@ pub(super) fn remove(call: &Call<'_>) -> Result<(), Error> {
             return Ok(None);
         }
         let (network, owner) = (call.network()?, call.owner()?);
-        let removed = Nft::clean(|nft| {
+        let removed = Nft::clean_up(|nft| {
             if masquerades {
                 table::remove(nft, &owner)?;
                 iptables::remove_masquerade(nft, network, &call.container)?;
@@ -153,7 +153,7 @@ pub(super) fn check_masquerade(call: &Call<'_>, expected: &Success) -> Result<()
     } else {
         Err(Error::other(format!(
             "the masquerading rule is missing{}",
-            iptables::unseen()
+            iptables::legacy_hint()
         )))
     }
 }

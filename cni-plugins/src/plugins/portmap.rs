@@ -277,7 +277,7 @@ impl Plugin for Portmap {
             let added = hostport::add(&plan, &owner, &call.container);
             if added.is_err() {
                 // Report only the first error; the runtime calls DEL for leftovers.
-                let _ = Nft::clean(|nft| hostport::remove(nft, &owner, None));
+                let _ = Nft::clean_up(|nft| hostport::remove(nft, &owner, None));
             }
             added.map_err(doing("forwarding ports in nftables failed"))?;
         }
@@ -288,7 +288,7 @@ impl Plugin for Portmap {
     /// Needs neither mappings nor addresses, because the rules record their owner.
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
         let (network, owner) = (call.network()?, call.owner()?);
-        let removed = Nft::clean(|nft| {
+        let removed = Nft::clean_up(|nft| {
             hostport::remove(nft, &owner, Some(&call.container))?;
             iptables::remove_hostports(nft, network, &call.container)
         });
@@ -325,7 +325,7 @@ impl Plugin for Portmap {
                     "only {found} of {} rules that forward ports to {} exist{}",
                     plan.size(),
                     plan.container,
-                    iptables::unseen()
+                    iptables::legacy_hint()
                 )));
             }
         }
@@ -336,7 +336,7 @@ impl Plugin for Portmap {
         let network = call.network()?;
         let attached = LazyCell::new(|| results::attached(Path::new(results::DEFAULT_DIR)));
         let is_gone = |id: &str| is_removed(id, network, keep, &attached);
-        Nft::clean(|nft| {
+        Nft::clean_up(|nft| {
             iptables::collect_hostports(nft, network, keep)?;
             hostport::collect(nft, network, keep, is_gone)
         })

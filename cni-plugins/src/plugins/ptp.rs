@@ -39,7 +39,7 @@ impl<'a> Config<'a> {
 }
 
 /// The network that contains only this address.
-fn alone(address: IpAddr) -> Result<IpNet, Error> {
+fn host_prefix(address: IpAddr) -> Result<IpNet, Error> {
     IpNet::new(address, if address.is_ipv4() { 32 } else { 128 }).map_err(doing("invalid address"))
 }
 
@@ -55,7 +55,7 @@ fn gateway(ip: &Address) -> Result<IpAddr, Error> {
 /// Configures the container: even its own network is reached through the gateway.
 fn inside(namespace: &File, ifname: &str, success: &Success) -> Result<(), Error> {
     netns::inside(namespace, || {
-        let (mut socket, index) = interface::ready(ifname, success, false)?;
+        let (mut socket, index) = interface::prepare(ifname, success, false)?;
         for ip in &success.ips {
             socket
                 .add_lone_address(index, ip.address)
@@ -69,9 +69,10 @@ fn inside(namespace: &File, ifname: &str, success: &Success) -> Result<(), Error
             .map_err(doing(format!("failed to set {ifname:?} UP")))?;
         for ip in &success.ips {
             let gateway = gateway(ip)?;
-            for (destination, over) in
-                [(alone(gateway)?, None), (ip.address.trunc(), Some(gateway))]
-            {
+            for (destination, over) in [
+                (host_prefix(gateway)?, None),
+                (ip.address.trunc(), Some(gateway)),
+            ] {
                 // With several addresses, traffic to each network uses the source address in that network.
                 let added = socket.add_route(&Route {
                     source: Some(ip.address.addr()),
@@ -94,7 +95,7 @@ fn outside(socket: &mut Socket, host: &str, success: &Success) -> Result<(), Err
         .map_err(doing("the host interface cannot be read"))?;
     let link = link.ok_or_else(|| Error::other(format!("the interface {host:?} disappeared")))?;
     for ip in &success.ips {
-        let address = alone(gateway(ip)?)?;
+        let address = host_prefix(gateway(ip)?)?;
         match socket.add_address(link.index, address) {
             Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
                 return Err(Error::doing(
@@ -104,7 +105,7 @@ fn outside(socket: &mut Socket, host: &str, success: &Success) -> Result<(), Err
             }
             _ => {}
         }
-        let container = alone(ip.address.addr())?;
+        let container = host_prefix(ip.address.addr())?;
         socket
             .add_route(&Route::new(link.index, container, None))
             .map_err(doing(format!(
@@ -194,7 +195,7 @@ impl Plugin for Ptp {
             .routes()
             .map_err(doing("the host's routes cannot be read"))?;
         for ip in &expected.ips {
-            let container = alone(ip.address.addr())?;
+            let container = host_prefix(ip.address.addr())?;
             if !routes.iter().any(|r| r.destination == container) {
                 return Err(Error::other(format!(
                     "the host's route to {container} is missing"
@@ -210,7 +211,7 @@ impl Plugin for Ptp {
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
         let config = Config::parse(call)?;
-        interface::together([
+        interface::join_errors([
             pair::collect_masquerade(call, keep),
             delegate::collect(call, config.ipam, keep),
         ])

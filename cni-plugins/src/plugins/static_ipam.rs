@@ -44,12 +44,12 @@ fn addresses(call: &Call<'_>) -> Result<Vec<Address>, Error> {
         call.config.object("runtimeConfig")?.texts("ips")?,
         "runtimeConfig.ips",
     )?;
-    let asked = of(
+    let from_args = of(
         call.config.object("args")?.object("cni")?.texts("ips")?,
         "args.cni.ips",
     )?;
     let ipam = call.config.object("ipam")?;
-    if ipam.0.is_null() && requested.is_empty() && asked.is_empty() {
+    if ipam.0.is_null() && requested.is_empty() && from_args.is_empty() {
         return Err(Error::config("IPAM config missing 'ipam' key"));
     }
     let mut own = vec![];
@@ -84,7 +84,7 @@ fn addresses(call: &Call<'_>) -> Result<Vec<Address>, Error> {
             .filter(|a| a.address.contains(&gateway))
             .for_each(|a| a.gateway = Some(gateway));
     }
-    let found = [requested, asked, own]
+    let found = [requested, from_args, own]
         .into_iter()
         .find(|all| !all.is_empty())
         .unwrap_or_default();

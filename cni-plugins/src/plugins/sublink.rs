@@ -12,7 +12,7 @@ use crate::skel::Call;
 
 /// Runs `work` in the namespace of the parent link: in the container, or on the host.
 /// On the host, `work` also gets the namespace in which to create the new link.
-pub(super) fn beside<T>(
+pub(super) fn in_parent_namespace<T>(
     call: &Call<'_>,
     in_container: bool,
     work: impl FnOnce(&mut Socket, Option<&File>) -> Result<T, Error>,
@@ -27,7 +27,7 @@ pub(super) fn beside<T>(
 }
 
 /// The parent link: the link of this name, or that of the default route if the name is empty.
-pub(super) fn below(socket: &mut Socket, name: &str) -> Result<Link, Error> {
+pub(super) fn parent(socket: &mut Socket, name: &str) -> Result<Link, Error> {
     let failed = || doing("the master cannot be read");
     if !name.is_empty() {
         let found = socket.link(name).map_err(failed())?;
@@ -50,8 +50,8 @@ pub(super) fn below(socket: &mut Socket, name: &str) -> Result<Link, Error> {
 }
 
 /// The configured MTU: at least 0, which means the kernel's default, and at most the parent's.
-pub(super) fn mtu(call: &Call<'_>, below: Option<&Link>) -> Result<u32, Error> {
-    let most = below.map_or(65535, |l| i64::from(l.mtu));
+pub(super) fn mtu(call: &Call<'_>, parent: Option<&Link>) -> Result<u32, Error> {
+    let most = parent.map_or(65535, |l| i64::from(l.mtu));
     let given = call.config.number("mtu", 0, i64::MIN..=i64::MAX)?;
     u32::try_from(given)
         .ok()
@@ -59,7 +59,7 @@ pub(super) fn mtu(call: &Call<'_>, below: Option<&Link>) -> Result<u32, Error> {
         .ok_or_else(|| {
             Error::config(format!(
                 "invalid MTU {given}: it must be from 0 to {most}{}",
-                below.map_or_else(String::new, |l| format!(", that of {:?}", l.name))
+                parent.map_or_else(String::new, |l| format!(", that of {:?}", l.name))
             ))
         })
 }
@@ -87,7 +87,7 @@ pub(super) fn make(socket: &mut Socket, plan: &LinkPlan<'_>) -> Result<(), Error
 /// STATUS: checks that the kernel supports the kind of link, and calls STATUS of the IPAM plugin.
 pub(super) fn status(call: &Call<'_>, kind: &str) -> Result<(), Error> {
     super::has_links(kind)?;
-    interface::ask_ipam(call, "STATUS")
+    interface::call_ipam(call, "STATUS")
 }
 
 /// The source of the container's addresses.
@@ -112,33 +112,36 @@ impl Addresses {
 }
 
 /// ADD: `make` creates the link in the container, which then gets
-/// its addresses. After an error, `unmake` removes the link.
+/// its addresses. After an error, `undo` removes the link.
 pub(super) fn add(
     call: &Call<'_>,
     addresses: Addresses,
     make: impl FnOnce() -> Result<(), Error>,
-    unmake: impl FnOnce(),
+    undo: impl FnOnce(),
 ) -> Result<Success, Error> {
     let namespace = netns::require(&call.netns)?;
     make()?;
-    let equip = |success| equip(call, &namespace, success);
+    let configure_link = |success| configure_link(call, &namespace, success);
     let result = match addresses {
-        Addresses::None => equip(Success::default()),
-        Addresses::Ipam => {
-            interface::ipam(call).and_then(|ipam| interface::with_addresses(call, ipam, equip))
-        }
-        Addresses::Previous(success) => equip(Success {
+        Addresses::None => configure_link(Success::default()),
+        Addresses::Ipam => interface::ipam(call)
+            .and_then(|ipam| interface::with_addresses(call, ipam, configure_link)),
+        Addresses::Previous(success) => configure_link(Success {
             interfaces: vec![],
             ..success
         }),
     };
     if result.is_err() {
-        unmake();
+        undo();
     }
     result
 }
 
-fn equip(call: &Call<'_>, namespace: &File, mut success: Success) -> Result<Success, Error> {
+fn configure_link(
+    call: &Call<'_>,
+    namespace: &File,
+    mut success: Success,
+) -> Result<Success, Error> {
     success.ips.iter_mut().for_each(|ip| ip.interface = Some(0));
     // Best effort: announces the address to neighbours.
     let notify = || sysctl::write(&format!("ipv6/conf/{}/ndisc_notify", call.ifname), "1");
@@ -166,7 +169,7 @@ fn equip(call: &Call<'_>, namespace: &File, mut success: Success) -> Result<Succ
 }
 
 /// Removes the link from the container after an error.
-pub(super) fn discard(call: &Call<'_>) {
+pub(super) fn delete_link(call: &Call<'_>) {
     let _ = interface::inside(call, |socket| {
         socket
             .delete_link(&call.ifname)
@@ -180,7 +183,7 @@ pub(super) fn check(
     kind: &str,
     more: impl FnOnce(&Link) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    interface::ask_ipam(call, "CHECK")?;
+    interface::call_ipam(call, "CHECK")?;
     let expected = call.previous()?.unwrap_or_default();
     interface::check(call, &expected)?;
     let link = interface::inside(call, |socket| {

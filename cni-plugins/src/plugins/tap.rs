@@ -118,7 +118,7 @@ impl Plugin for Tap {
             call,
             Addresses::of(call)?,
             || config.make(call),
-            || sublink::discard(call),
+            || sublink::delete_link(call),
         )
     }
 
@@ -137,7 +137,7 @@ impl Plugin for Tap {
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
         Config::parse(call)?;
         if std::path::Path::new("/dev/net/tun").exists() {
-            return interface::ask_ipam(call, "STATUS");
+            return interface::call_ipam(call, "STATUS");
         }
         Err(Error::new(
             Error::UNAVAILABLE,

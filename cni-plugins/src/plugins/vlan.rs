@@ -1,7 +1,7 @@
 //! `vlan`: a VLAN of a link of the host (`plugins/main/vlan/vlan.go` of containernetworking/plugins).
 
 use super::interface;
-use super::sublink::{self, Addresses, below, beside};
+use super::sublink::{self, Addresses, in_parent_namespace, parent};
 use crate::cni::{Error, Success};
 use crate::net::link::LinkPlan;
 use crate::net::netlink::Attributes;
@@ -50,18 +50,18 @@ impl Plugin for Vlan {
             other => other,
         };
         let make = || {
-            beside(
+            in_parent_namespace(
                 call,
                 call.config.flag("linkInContainer")?,
                 |socket, namespace| {
-                    let below = below(socket, config.master)?;
-                    let mtu = sublink::mtu(call, Some(&below))?;
+                    let parent = parent(socket, config.master)?;
+                    let mtu = sublink::mtu(call, Some(&parent))?;
                     let data = Attributes::new().put(ID, &config.id.to_ne_bytes());
                     let plan = LinkPlan {
                         name: &call.ifname,
                         kind: "vlan",
                         data,
-                        below: Some(below.index),
+                        parent: Some(parent.index),
                         namespace,
                         mtu,
                         mac: None,
@@ -70,7 +70,7 @@ impl Plugin for Vlan {
                 },
             )
         };
-        sublink::add(call, addresses, make, || sublink::discard(call))
+        sublink::add(call, addresses, make, || sublink::delete_link(call))
     }
 
     /// Does not need the master, which may no longer exist.
@@ -80,9 +80,10 @@ impl Plugin for Vlan {
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
         let config = Config::parse(call)?;
-        let wanted = beside(call, call.config.flag("linkInContainer")?, |socket, _| {
-            sublink::mtu(call, Some(&below(socket, config.master)?))
-        })?;
+        let wanted =
+            in_parent_namespace(call, call.config.flag("linkInContainer")?, |socket, _| {
+                sublink::mtu(call, Some(&parent(socket, config.master)?))
+            })?;
         sublink::check(call, "vlan", |link| {
             sublink::has(link, ID, config.id.into(), "the VLAN ID")?;
             if wanted != 0 && link.mtu != wanted {

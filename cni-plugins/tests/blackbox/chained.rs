@@ -204,8 +204,8 @@ fn tuning_sets_sysctls_and_properties_and_restores_them() {
         let wanted = json!({"sysctl": {"net.ipv4.conf.IFNAME.arp_filter": "1", "net/ipv4/conf/all/log_martians": "1"}, "dataDir": data,
             "mac": "c2:11:22:33:44:55", "promisc": true, "mtu": 1400, "allmulti": true, "txQLen": 20000});
         let chained = World::chained(version, "tuning", &result, wanted);
-        let looks = || once_up(|| ip(&["-n", &world.container, "-d", "link", "show", "eth0"]));
-        let before = looks();
+        let settings = || once_up(|| ip(&["-n", &world.container, "-d", "link", "show", "eth0"]));
+        let before = settings();
         let passed = world.ok("tuning", "ADD", &chained);
         assert_eq!(
             passed["interfaces"][2]["mac"], "c2:11:22:33:44:55",
@@ -251,7 +251,7 @@ fn tuning_sets_sysctls_and_properties_and_restores_them() {
         for _ in 0..2 {
             world.ok("tuning", "DEL", &chained);
         }
-        assert_eq!(looks(), before, "DEL restores the settings");
+        assert_eq!(settings(), before, "DEL restores the settings");
         assert_eq!(std::fs::read_dir(&data).unwrap().count(), 0);
         // If the namespace was removed, DEL deletes the stored properties, too.
         world.ok("tuning", "ADD", &chained);

@@ -140,7 +140,7 @@ impl Network {
         json!({"cniVersion": version, "name": "net", "type": "macvlan", "master": "phys0", "ipam": ipam})
     }
 
-    fn held(&self) -> usize {
+    fn lease_count(&self) -> usize {
         std::fs::read_dir(self.socket().with_extension("leases"))
             .unwrap()
             .count()
@@ -212,7 +212,7 @@ fn leases_are_acquired_and_released() {
         for _ in 0..2 {
             world.ok("macvlan", "DEL", &config);
         }
-        assert_eq!(network.held(), 0, "{}", network.log());
+        assert_eq!(network.lease_count(), 0, "{}", network.log());
         if version >= "0.4.0" {
             assert!(
                 world.refused("dhcp", "CHECK", &with, &[])["msg"]
@@ -244,10 +244,10 @@ fn leases_are_acquired_and_released() {
     assert!(!ip(&["-n", &other.container, "link"]).contains("eth0"));
     gc["cni.dev/valid-attachments"] = json!([{"containerID": "c1", "ifname": "eth0"}]);
     world.ok("macvlan", "GC", &gc);
-    assert_eq!(network.held(), 1);
+    assert_eq!(network.lease_count(), 1);
     gc["cni.dev/valid-attachments"] = json!([]);
     world.ok("macvlan", "GC", &gc);
-    assert_eq!(network.held(), 0);
+    assert_eq!(network.lease_count(), 0);
     world.ok("macvlan", "DEL", &gc);
     // Errors name the invalid field.
     let mut config = network.config("1.1.0");
@@ -300,7 +300,9 @@ fn leases_are_renewed_outlive_the_daemon_and_expire_without_their_server() {
     });
     wait("the daemon logs the end and holds no lease", || {
         let log = network.log();
-        log.contains("has expired") && log.contains("renewing the lease") && network.held() == 0
+        log.contains("has expired")
+            && log.contains("renewing the lease")
+            && network.lease_count() == 0
     });
     network.world.ok("macvlan", "DEL", &config);
 }
@@ -335,7 +337,7 @@ fn the_lease_of_a_deleted_container_is_dropped() {
     let network = Network::new(1, 8);
     network.world.ok("macvlan", "ADD", &network.config("1.1.0"));
     ip(&["netns", "del", &network.world.container]);
-    wait("the lease is dropped", || network.held() == 0);
+    wait("the lease is dropped", || network.lease_count() == 0);
     wait("the daemon logs why", || {
         network.log().contains("no longer exists")
     });

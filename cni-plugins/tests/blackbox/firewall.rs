@@ -9,11 +9,11 @@ use super::world::{World, comes_true};
 
 /// Whether `from` can reach `to`. Retries, because the first packets may be lost.
 pub fn reaches(from: &str, to: &str) -> bool {
-    comes_true(|| pings(from, to))
+    comes_true(|| ping_once(from, to))
 }
 
 /// Whether a single ping from `from` to `to` succeeds.
-pub fn pings(from: &str, to: &str) -> bool {
+pub fn ping_once(from: &str, to: &str) -> bool {
     let output = Command::new("ip")
         .args(["netns", "exec", from, "busybox", "ping", "-c1", "-W1", to])
         .output()
@@ -36,7 +36,10 @@ fn the_firewall_accepts_packets_that_the_host_would_drop() {
         world.ok_with("bridge", "ADD", &far_config, &env);
         assert!(reaches(&world.container, "10.198.9.2"));
         world.on_host(&["iptables", "-P", "FORWARD", "DROP"]);
-        assert!(!pings(&world.container, "10.198.9.2"), "the host drops it");
+        assert!(
+            !ping_once(&world.container, "10.198.9.2"),
+            "the host drops it"
+        );
         let chained = World::chained(version, "firewall", &result, json!({"backend": "iptables"}));
         let passed = world.ok("firewall", "ADD", &chained);
         assert_eq!(passed["ips"], result["ips"]);
@@ -46,7 +49,7 @@ fn the_firewall_accepts_packets_that_the_host_would_drop() {
             world.on_host(&["iptables", "-S"])
         );
         assert!(
-            !pings(&far.container, "10.198.1.2"),
+            !ping_once(&far.container, "10.198.1.2"),
             "only replies are accepted from outside"
         );
         // iptables can read the rules.
@@ -69,7 +72,7 @@ fn the_firewall_accepts_packets_that_the_host_would_drop() {
             "-j",
             "DROP",
         ]);
-        assert!(!pings(&world.container, "10.198.9.2"));
+        assert!(!ping_once(&world.container, "10.198.9.2"));
         world.on_host(&["iptables", "-F", "CNI-ADMIN"]);
         world.ok("firewall", "ADD", &chained);
         assert_eq!(
@@ -146,11 +149,11 @@ fn bridges_are_isolated_from_each_other() {
     world.ok("firewall", "ADD", &policy(&result, "same-bridge"));
     world.ok_with("firewall", "ADD", &policy(&far_result, "same-bridge"), &env);
     assert!(
-        !pings(&far.container, "10.198.1.2"),
+        !ping_once(&far.container, "10.198.1.2"),
         "{}",
         world.on_host(&["iptables", "-S"])
     );
-    assert!(!pings(&world.container, "10.198.9.2"));
+    assert!(!ping_once(&world.container, "10.198.9.2"));
     assert!(
         reaches(&near.container, "10.198.1.2"),
         "containers of one bridge reach each other"

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::world::{World, ip};
 
 /// Replacement values for a field.
-fn horrors() -> Vec<Value> {
+fn bad_values() -> Vec<Value> {
     let deep = (0..64).fold(json!(1), |inner, _| json!([inner]));
     vec![
         Value::Null,
@@ -172,16 +172,16 @@ fn end(world: &World, config: &Value, what: &str) {
 }
 
 /// Replaces a field by each of the values. Rejected configurations change nothing.
-fn torment(world: &World, good: &Value, path: &str) {
-    let spoilt = |horror: Value| {
+fn test_bad_values(world: &World, good: &Value, path: &str) {
+    let with_bad_value = |bad_value: Value| {
         let mut config = good.clone();
-        *config.pointer_mut(path).unwrap() = horror;
+        *config.pointer_mut(path).unwrap() = bad_value;
         config
     };
     let what =
         |config: &Value| format!("{path} = {:.60}", config.pointer(path).unwrap().to_string());
     let mut refused = vec![];
-    for config in horrors().into_iter().map(spoilt) {
+    for config in bad_values().into_iter().map(with_bad_value) {
         if is_accepted(world, &config, &what(&config)) {
             end(world, &config, &what(&config));
             // An accepted ADD may leave state that DEL does not know, such as a link.
@@ -246,7 +246,8 @@ fn arbitrary_values_of_fields_are_handled() {
             let mut all = vec![];
             paths(&good, "", &mut all);
             all.retain(|path| path != "/type");
-            all.iter().for_each(|path| torment(world, &good, path));
+            all.iter()
+                .for_each(|path| test_bad_values(world, &good, path));
             // Only some fields get megabytes, because reading them takes long.
             for path in all.iter().step_by(7) {
                 let before = state(world);

@@ -82,8 +82,8 @@ fn networks_of_the_reference_pass_check_until_damaged() {
     };
     for config in &chain {
         let output = check(config);
-        let said = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success(), "{}: {said}", config["type"]);
+        let stdout = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{}: {stdout}", config["type"]);
     }
     // Delete one of the two port rules, then the rules that jump to the chains, then the masquerading rule.
     let rules = world.on_host(&["iptables-save", "-t", "nat"]);
@@ -357,9 +357,9 @@ fn podman_uses_the_plugins() {
         shown.contains("10.198.7.77/24") && shown.contains("c2:11:22:33:44:55"),
         "{shown}"
     );
-    let mut heard = String::new();
+    let mut received = String::new();
     for _ in 0..50 {
-        heard = String::from_utf8(
+        received = String::from_utf8(
             Command::new("ip")
                 .args([
                     "netns",
@@ -377,12 +377,12 @@ fn podman_uses_the_plugins() {
                 .stdout,
         )
         .unwrap();
-        if !heard.is_empty() {
+        if !received.is_empty() {
             break;
         }
         std::thread::sleep(std::time::Duration::from_millis(100));
     }
-    assert_eq!(heard, "hello\n", "{}", podman.world.ruleset());
+    assert_eq!(received, "hello\n", "{}", podman.world.ruleset());
     podman.ok(&["network", "disconnect", "--force", "hfnet", "c1"]);
     podman.ok(&["network", "connect", "hfnet", "c1"]);
     podman.ok(&["restart", "--time", "0", "c1"]);

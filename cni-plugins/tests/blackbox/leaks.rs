@@ -427,17 +427,17 @@ fn a_full_pool_reuses_addresses_of_deleted_containers() {
 
 /// The containers whose addresses a repair has released.
 fn released(findings: &[Finding]) -> Vec<&str> {
-    let mended = findings.iter().filter(|f| f.mended);
-    mended.map(|f| f.container.as_str()).collect()
+    let repaired = findings.iter().filter(|f| f.repaired);
+    repaired.map(|f| f.container.as_str()).collect()
 }
 
 #[test]
 fn a_repair_releases_only_addresses_of_failed_sandboxes() {
     in_a_thread_of_its_own(|| {
         let machine = Machine::new();
-        let request = |patience: u64| Request {
+        let request = |min_age: u64| Request {
             data_dir: machine.data(),
-            patience: Duration::from_secs(patience),
+            min_age: Duration::from_secs(min_age),
             ..Request::default()
         };
         let all = ["pod-failed", "pod-listed", "pod-alive", "podman", "other"];
@@ -452,7 +452,7 @@ fn a_repair_releases_only_addresses_of_failed_sandboxes() {
         let theirs = machine.data().join("net/10.9.9.12");
         std::fs::write(&theirs, "pod-theirs\r\neth0").unwrap();
         let listed = BTreeSet::from(["pod-listed".to_owned(), "podman".to_owned()]);
-        let repaired = |patience: u64| repair(&request(patience), "net", &listed).unwrap();
+        let repaired = |min_age: u64| repair(&request(min_age), "net", &listed).unwrap();
         assert_eq!(
             released(&repaired(300)),
             [""; 0],
@@ -464,7 +464,7 @@ fn a_repair_releases_only_addresses_of_failed_sandboxes() {
         assert_eq!(left.len(), 5, "{left:?}");
         std::fs::remove_file(machine.netns("pod-alive")).unwrap();
         let audited = audit(&Request {
-            mend: true,
+            repair: true,
             ..request(300)
         });
         assert_eq!(
@@ -510,7 +510,7 @@ fn a_repair_releases_no_address_of_starting_and_stopping_pods() {
     let (live, done) = (Mutex::new(BTreeSet::new()), AtomicBool::new(false));
     let request = Request {
         data_dir: worlds[0].data.path().to_owned(),
-        mend: true,
+        repair: true,
         ..Request::default()
     };
     std::thread::scope(|scope| {

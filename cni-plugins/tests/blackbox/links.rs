@@ -50,11 +50,11 @@ fn config(world: &World, version: &str, kind: &str, extra: Value) -> Value {
 
 /// Whether a container can reach an address. Retries, because the first packets may be lost.
 fn reaches(world: &World, to: &str) -> bool {
-    comes_true(|| pings(world, to))
+    comes_true(|| ping_once(world, to))
 }
 
 /// Whether a single ping succeeds.
-fn pings(world: &World, to: &str) -> bool {
+fn ping_once(world: &World, to: &str) -> bool {
     Command::new("ip")
         .args([
             "netns",
@@ -77,7 +77,7 @@ fn link(world: &World) -> String {
 }
 
 /// Tests ADD, CHECK and DEL of a link on `phys0` in every version; `expected` must occur in its description.
-fn lives(kind: &str, extra: Value, expected: &[&str]) {
+fn check_link(kind: &str, extra: Value, expected: &[&str]) {
     for version in versions(kind) {
         let (world, _far) = with_wire();
         let config = config(&world, version, kind, extra.clone());
@@ -171,7 +171,7 @@ fn lives(kind: &str, extra: Value, expected: &[&str]) {
 
 #[test]
 fn macvlans_have_their_own_addresses_and_macs() {
-    lives(
+    check_link(
         "macvlan",
         json!({"mode": "private", "mtu": 1400}),
         &["macvlan", "mode private", "mtu 1400", "state UP"],
@@ -593,12 +593,12 @@ fn bare_kernel_inside() {
 #[ignore = "runs in a virtual machine"]
 fn kernel_inside() {
     assert!(vm::is_inside(), "this test runs in a virtual machine only");
-    lives(
+    check_link(
         "vlan",
         json!({"vlanId": 77, "mtu": 1400}),
         &["vlan protocol 802.1Q id 77", "mtu 1400"],
     );
-    lives("ipvlan", json!({"mode": "l3"}), &["ipvlan", "mode l3"]);
+    check_link("ipvlan", json!({"mode": "l3"}), &["ipvlan", "mode l3"]);
     ipvlan_behind_another();
     dummies();
     vrfs();
@@ -739,7 +739,7 @@ fn bridge_vlans() {
     let env = [("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())];
     let mut elsewhere = world.config("1.0.0", json!({"vlan": 300, "isDefaultGateway": false}));
     world.ok_with("bridge", "ADD", &elsewhere, &env);
-    assert!(!pings(&other, "10.198.1.1") && !pings(&other, "10.198.1.2"));
+    assert!(!ping_once(&other, "10.198.1.1") && !ping_once(&other, "10.198.1.2"));
     assert!(
         world
             .call("bridge", "DEL", &elsewhere, &env)
@@ -781,7 +781,7 @@ fn packets_with_another_source_mac_are_dropped() {
     let inside = ["-n", &world.container].into_iter();
     ip(&inside.chain(change).collect::<Vec<_>>());
     assert!(
-        !pings(&world, "10.198.1.1"),
+        !ping_once(&world, "10.198.1.1"),
         "packets from another MAC address pass: {}",
         world.ruleset()
     );

@@ -9,7 +9,7 @@ use super::chained::{CONNECT_TIMEOUT, bridged};
 use super::world::{World, inside, ip, versions};
 
 /// The data that a connection from `namespace` to `to` receives.
-fn heard(namespace: &str, to: &str) -> Option<String> {
+fn fetch(namespace: &str, to: &str) -> Option<String> {
     let to: SocketAddr = to.parse().unwrap();
     inside(namespace, || {
         let mut stream = TcpStream::connect_timeout(&to, CONNECT_TIMEOUT).ok()?;
@@ -20,7 +20,7 @@ fn heard(namespace: &str, to: &str) -> Option<String> {
 }
 
 /// Runs a server that sends `word` on each connection, until the test ends.
-fn say(namespace: &str, at: &str, word: &'static str) {
+fn serve_word(namespace: &str, at: &str, word: &'static str) {
     let listener = inside(namespace, || TcpListener::bind(at).unwrap());
     std::thread::spawn(move || {
         for stream in listener.incoming() {
@@ -43,7 +43,7 @@ fn ports(version: &str, previous: &Value, mappings: Value, extra: Value) -> Valu
 fn host_ports_reach_the_container_in_every_version() {
     for version in versions("bridge").into_iter().filter(|v| *v >= "0.3.0") {
         let (world, config, result) = bridged(version, json!({"hairpinMode": true}));
-        say(&world.container, "0.0.0.0:80", "container");
+        serve_word(&world.container, "0.0.0.0:80", "container");
         let chained = ports(
             version,
             &result,
@@ -56,21 +56,21 @@ fn host_ports_reach_the_container_in_every_version() {
             (&result["ips"], &result["interfaces"]),
             "{version}"
         );
-        let says = Some("container".to_owned());
+        let word = Some("container".to_owned());
         assert_eq!(
-            heard(&world.host, "127.0.0.1:8080"),
-            says,
+            fetch(&world.host, "127.0.0.1:8080"),
+            word,
             "{version}: over localhost\n{}",
             world.ruleset()
         );
         assert_eq!(
-            heard(&world.host, "10.198.1.1:8080"),
-            says,
+            fetch(&world.host, "10.198.1.1:8080"),
+            word,
             "{version}: over an address of the host"
         );
         assert_eq!(
-            heard(&world.container, "10.198.1.1:8080"),
-            says,
+            fetch(&world.container, "10.198.1.1:8080"),
+            word,
             "{version}: from the container itself"
         );
         if version >= "0.4.0" {
@@ -90,7 +90,7 @@ fn host_ports_reach_the_container_in_every_version() {
             "{version}: {}",
             world.ruleset()
         );
-        assert_eq!(heard(&world.host, "127.0.0.1:8080"), None);
+        assert_eq!(fetch(&world.host, "127.0.0.1:8080"), None);
         world.ok("bridge", "DEL", &config);
     }
 }
@@ -98,7 +98,7 @@ fn host_ports_reach_the_container_in_every_version() {
 #[test]
 fn ports_have_their_own_conditions_addresses_and_sources() {
     let (world, _, result) = bridged("1.0.0", json!({}));
-    say(&world.container, "0.0.0.0:80", "container");
+    serve_word(&world.container, "0.0.0.0:80", "container");
     // A mapping for one host address; a source that the conditions exclude; a second network of the same container.
     ip(&[
         "-n",
@@ -112,16 +112,16 @@ fn ports_have_their_own_conditions_addresses_and_sources() {
     let own = json!([{"hostPort": 8081, "containerPort": 80, "protocol": "tcp", "hostIP": "10.198.9.1"}, {"hostPort": 8082, "containerPort": 80, "protocol": "tcp", "hostIP": "::1"}]);
     world.ok("portmap", "ADD", &ports("1.0.0", &result, own, json!({})));
     assert_eq!(
-        heard(&world.host, "10.198.9.1:8081").as_deref(),
+        fetch(&world.host, "10.198.9.1:8081").as_deref(),
         Some("container")
     );
     assert_eq!(
-        heard(&world.host, "10.198.1.1:8081"),
+        fetch(&world.host, "10.198.1.1:8081"),
         None,
         "the mapping is for another host address"
     );
     assert_eq!(
-        heard(&world.host, "10.198.9.1:8082"),
+        fetch(&world.host, "10.198.9.1:8082"),
         None,
         "the mapping is for the other address family"
     );
@@ -134,13 +134,13 @@ fn ports_have_their_own_conditions_addresses_and_sources() {
     );
     world.ok("portmap", "ADD", &second);
     assert_eq!(
-        heard(&world.host, "10.198.9.1:8083").as_deref(),
+        fetch(&world.host, "10.198.9.1:8083").as_deref(),
         Some("container")
     );
-    assert_eq!(heard(&world.host, "127.0.0.1:8083"), None, "source denied");
+    assert_eq!(fetch(&world.host, "127.0.0.1:8083"), None, "source denied");
     world.ok("portmap", "DEL", &second);
     assert_eq!(
-        heard(&world.host, "10.198.9.1:8081").as_deref(),
+        fetch(&world.host, "10.198.9.1:8081").as_deref(),
         Some("container"),
         "DEL of one network keeps the mappings of the other"
     );
@@ -394,7 +394,7 @@ fn a_failed_add_removes_only_its_own_rules() {
 #[test]
 fn a_table_of_the_reference_without_masquerading_is_completed() {
     let (world, _, result) = bridged("1.0.0", json!({"hairpinMode": true}));
-    say(&world.container, "0.0.0.0:80", "container");
+    serve_word(&world.container, "0.0.0.0:80", "container");
     world.on_host(&[
         "nft",
         "add table ip cni_hostport; add chain ip cni_hostport hostports
@@ -412,7 +412,7 @@ fn a_table_of_the_reference_without_masquerading_is_completed() {
     world.ok("portmap", "ADD", &own);
     world.ok("portmap", "CHECK", &own);
     assert_eq!(
-        heard(&world.host, "127.0.0.1:8080").as_deref(),
+        fetch(&world.host, "127.0.0.1:8080").as_deref(),
         Some("container"),
         "{}",
         world.ruleset()
@@ -459,7 +459,7 @@ fn ipv6_ports_reach_the_container() {
     let world = World::new();
     let config = world.config("1.1.0", ranges(&world));
     let result = world.ok("bridge", "ADD", &config);
-    say(&world.container, "[::]:80", "container");
+    serve_word(&world.container, "[::]:80", "container");
     let chained = ports(
         "1.1.0",
         &result,
@@ -468,13 +468,13 @@ fn ipv6_ports_reach_the_container() {
     );
     world.ok("portmap", "ADD", &chained);
     assert_eq!(
-        heard(&world.host, "[fd00:198:5::1]:8080").as_deref(),
+        fetch(&world.host, "[fd00:198:5::1]:8080").as_deref(),
         Some("container"),
         "{}",
         world.ruleset()
     );
     assert_eq!(
-        heard(&world.host, "10.198.5.1:8080").as_deref(),
+        fetch(&world.host, "10.198.5.1:8080").as_deref(),
         Some("container")
     );
     world.ok("portmap", "CHECK", &chained);

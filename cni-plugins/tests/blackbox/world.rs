@@ -244,8 +244,8 @@ pub fn versions(plugin: &str) -> Vec<&'static str> {
         .stdin(Stdio::null())
         .output()
         .unwrap();
-    let said: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let spoken: Vec<&str> = said["supportedVersions"]
+    let reply: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let spoken: Vec<&str> = reply["supportedVersions"]
         .as_array()
         .unwrap()
         .iter()

@@ -17,7 +17,7 @@ use crate::core::image::canonical_name;
 use crate::core::image::gc::{Filesystem, ImageDecision, ImageOnNode};
 use crate::core::node::collection::{Decision, Failures, ImageDecision, RemovalReason, Report};
 use crate::core::pod;
-use crate::cri::{RuntimeError, Stock};
+use crate::cri::{ImageInventory, RuntimeError};
 use crate::host::HostError;
 
 /// Why images could not be removed.
@@ -131,7 +131,7 @@ async fn wanted_by_pods(context: &Context) -> BTreeSet<String> {
     pods.iter().flat_map(|pod| images_of(pod)).collect()
 }
 
-fn present(stock: &Stock, wanted: &BTreeSet<String>) -> Vec<ImageOnNode> {
+fn present(stock: &ImageInventory, wanted: &BTreeSet<String>) -> Vec<ImageOnNode> {
     let used = |image: &crate::cri::Image| {
         let names = || image.names.iter().chain(std::iter::once(&image.id));
         names().any(|name| stock.in_use.contains(name) || wanted.contains(name))
@@ -149,7 +149,7 @@ fn present(stock: &Stock, wanted: &BTreeSet<String>) -> Vec<ImageOnNode> {
 struct ObservedImages {
     images: Vec<ImageOnNode>,
     /// The runtime's answer.
-    stock: Stock,
+    stock: ImageInventory,
     /// The time of the observation.
     at: Timestamp,
 }
@@ -159,7 +159,7 @@ async fn observe_images(
     context: &Context,
     ages: &mut Ages,
 ) -> Result<ObservedImages, CollectError> {
-    let stock = context.runtime.stock().await;
+    let stock = context.runtime.image_inventory().await;
     let stock = stock.map_err(CollectError::Unlisted)?;
     let images = present(&stock, &wanted_by_pods(context).await);
     let at = context.clock.now();
@@ -227,7 +227,7 @@ pub async fn collect(context: &Context) -> Result<Report, CollectError> {
     Ok(report)
 }
 
-async fn disk(context: &Context, stock: &Stock) -> Result<Filesystem, CollectError> {
+async fn disk(context: &Context, stock: &ImageInventory) -> Result<Filesystem, CollectError> {
     let disk = context.host.filesystem(&stock.mountpoint).await;
     disk.map_err(CollectError::Unmeasured)
 }

@@ -190,7 +190,7 @@ async fn apply(context: &Context) {
 async fn revert_changes(context: &Context) {
     let mut reported: HashMap<(String, String), Instant> = HashMap::new();
     loop {
-        for mended in context.host.mend_cgroups().await {
+        for mended in context.host.restore_cgroups().await {
             let RestoredCgroup {
                 cgroup,
                 changes,

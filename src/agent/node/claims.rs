@@ -31,7 +31,7 @@ use crate::core::pod;
 use crate::core::pod::status::devices::OfPod;
 use crate::core::repeated::RepeatedFailures;
 use crate::devices::PluginError;
-use crate::devices::dra::{Answers, Driver, Report, Unheard};
+use crate::devices::dra::{Answers, Driver, HealthError, Report};
 use crate::host::HostError;
 use crate::kubeapi::pods::ApiFailure;
 use crate::sys::failure::doing;
@@ -361,7 +361,7 @@ impl ClaimManager {
             outcome: Outcome::GivenBack(false),
         };
         let call = async |driver: Driver, claims: &[ClaimId]| {
-            let answer = driver.give_back(claims).await;
+            let answer = driver.unprepare(claims).await;
             per_claim("NodeUnprepareResources", claims, answer)
         };
         let (_, outcome) = self.call_drivers(&pending.batches, call).await;
@@ -455,7 +455,7 @@ pub async fn register(
 /// Watches the health of a driver's devices. Returns if the driver does not support this. When the stream breaks, as it
 /// does when the driver is replaced, the last report stays valid until it expires.
 async fn watch_health(context: Arc<Context>, name: String, driver: Driver) {
-    let watch = async || -> Result<(), Unheard> {
+    let watch = async || -> Result<(), HealthError> {
         let mut stream = driver.health().await?;
         while let Some(devices) = stream.next().await? {
             context.claims.record_health(&name, devices);
@@ -464,8 +464,8 @@ async fn watch_health(context: Arc<Context>, name: String, driver: Driver) {
     };
     loop {
         match watch().await {
-            Err(Unheard::Unsupported) => return,
-            Err(error @ Unheard::Ended(_)) => {
+            Err(HealthError::Unsupported) => return,
+            Err(error @ HealthError::Failed(_)) => {
                 tracing::debug!(driver = name, %error, "the stream of the driver's device health ended; reconnecting");
             }
             Ok(()) => {}

@@ -152,7 +152,7 @@ async fn rotate(context: &Context, id: &str, log: &Log, exists: bool) -> Result<
     }
     let stamp = context.clock.now().strftime("%Y%m%d-%H%M%S").to_string();
     let files = context.config.logs.max_files;
-    let aside = match context.host.move_log_aside(log, files, &stamp).await {
+    let aside = match context.host.rotate_log(log, files, &stamp).await {
         // Removed since the measurement.
         Err(error) if error.kind == HostErrorKind::NotFound => return reopen(context, id).await,
         moved => moved?,
@@ -160,6 +160,6 @@ async fn rotate(context: &Context, id: &str, log: &Log, exists: bool) -> Result<
     let Err(error) = reopen(context, id).await else {
         return Ok(());
     };
-    context.host.put_log_back(log, aside).await?;
+    context.host.revert_log_rotation(log, aside).await?;
     Err(error)
 }

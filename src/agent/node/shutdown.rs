@@ -120,7 +120,7 @@ impl Watch<'_> {
                         tracing::info!("a shutdown of the machine will wait for pods");
                     }
                     // Announced since the query: begin immediately.
-                    Err(LogindError::UnderWay) => self.begin(),
+                    Err(LogindError::InProgress) => self.begin(),
                     Err(error) => return Err(error),
                 }
             }

@@ -235,7 +235,7 @@ async fn use_stored_pods(
     if until(offline::GRACE).await.is_ok() {
         return;
     }
-    keeper.set_cut_off(true);
+    keeper.set_offline(true);
     let Some(wait) = offline.pods_after() else {
         tracing::warn!(%offline, "no apiserver answers: starting only static pods, as --offline-start requires");
         return;

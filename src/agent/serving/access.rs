@@ -155,7 +155,10 @@ impl Access {
         headers: &HeaderMap,
     ) -> Result<Identity, Response<Body>> {
         let shown = peer.certificate.as_deref();
-        if let Some(identity) = shown.and_then(|c| c.holds()).and_then(certificate_identity) {
+        if let Some(identity) = shown
+            .and_then(|c| c.trusted_der())
+            .and_then(certificate_identity)
+        {
             return Ok(identity);
         }
         // A request with an invalid token is rejected, not treated as anonymous.

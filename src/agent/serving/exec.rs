@@ -23,7 +23,9 @@ use super::{Context, Refusal, Server};
 use crate::core::backoff::Doubling;
 use crate::core::serving::{PodTarget, Streams, command_status, query};
 use crate::cri::{ExecProcess, PreparedExec, Stdio};
-use crate::https::{Carried, CommandStreams, Output, OutputKind, carried, serve_command};
+use crate::https::{
+    CommandStreams, Output, OutputKind, SocketContent, serve_command, socket_content,
+};
 use crate::sys::fifo::{self, Fifos};
 
 /// The directory of FIFOs, below the root directory.
@@ -76,7 +78,7 @@ pub(super) async fn session(
 
 /// Whether [`serve_command`] supports the client's protocol, over SPDY or WebSocket.
 fn is_supported(headers: &HeaderMap) -> bool {
-    if carried(headers) == Some(Carried::Command) {
+    if socket_content(headers) == Some(SocketContent::Command) {
         return true;
     }
     let upgrade = headers.get(UPGRADE);
@@ -147,13 +149,13 @@ async fn run(
         input,
         sizes,
         output,
-        gone,
+        disconnected,
     } = client;
     let inward = async {
         let input = feed(process, fifos, tty, input);
         tokio::join!(input, resize(process, sizes));
     };
-    copy_streams(process, inward, readers, Some(output), &gone).await
+    copy_streams(process, inward, readers, Some(output), &disconnected).await
 }
 
 /// The agent's ends of a command's outputs.
@@ -179,7 +181,7 @@ async fn copy_streams(
     inward: impl Future<Output = ()>,
     readers: Readers,
     output: Option<Output>,
-    gone: &CancellationToken,
+    disconnected: &CancellationToken,
 ) -> Result<u32, String> {
     let errors = async {
         if let Some(stderr) = readers.stderr {
@@ -209,7 +211,7 @@ async fn copy_streams(
     if !drained {
         tokio::select! {
             () = &mut outward => {}
-            () = gone.cancelled() => {}
+            () = disconnected.cancelled() => {}
         }
     }
     Ok(code)
@@ -330,13 +332,13 @@ async fn wait_and_delete(process: &ExecProcess, fifos: &Fifos) -> Result<(), Str
     if process.is_running().await.map_err(|e| e.to_string())? {
         let tty = !fifos.path(STDERR).exists();
         let readers = Readers::open(fifos, tty).map_err(|e| e.to_string())?;
-        let gone = CancellationToken::new();
-        gone.cancel();
+        let disconnected = CancellationToken::new();
+        disconnected.cancel();
         let inward = async {
             let ended = mpsc::channel(1).1;
             feed(process, fifos, tty, ended).await;
         };
-        copy_streams(process, inward, readers, None, &gone).await?;
+        copy_streams(process, inward, readers, None, &disconnected).await?;
     }
     process.delete().await.map_err(|e| e.to_string())
 }

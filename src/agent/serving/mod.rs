@@ -150,7 +150,7 @@ impl Server {
     /// The runtime's image directory and sandbox image, read once.
     async fn image_settings(&self) -> Result<&(PathBuf, String), RuntimeError> {
         let ask = || async {
-            let stock = self.context.runtime.stock().await?;
+            let stock = self.context.runtime.image_inventory().await?;
             let pinned = stock.images.iter().filter(|i| i.pinned);
             let mut names = pinned.flat_map(|i| &i.names);
             let sandbox = names.find(|n| n.contains("pause") && !n.contains('@'));
@@ -195,7 +195,7 @@ impl Server {
                 Err(refusal) => refusal,
             }
         };
-        https::held(answer.instrument(span).await, in_flight)
+        https::keep_with_body(answer.instrument(span).await, in_flight)
     }
 
     async fn serve(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {
@@ -323,7 +323,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
                         Some(Refusal(code, why)) => text(code, why),
                         None => server.serve(request).await,
                     };
-                    https::held(answer, in_flight)
+                    https::keep_with_body(answer, in_flight)
                 }
             },
         )

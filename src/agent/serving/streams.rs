@@ -19,7 +19,8 @@ use crate::core::serving::{Endpoint, PodTarget, Streams};
 use crate::core::{pod, serving::query};
 use crate::cri::{Exec, RuntimeError, RuntimeErrorKind};
 use crate::https::{
-    Body, Carried, Channels, Outgoing, carried, is_upgrade, serve_socket, text, tunnel,
+    Body, Channels, Outgoing, SocketContent, forward_request, is_upgrade, serve_socket,
+    socket_content, text,
 };
 
 fn broken(error: RuntimeError) -> Refusal {
@@ -204,22 +205,22 @@ async fn forward(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     held: impl Send + 'static,
 ) -> Result<Response<Body>, Refusal> {
-    if let Some(carried) = carried(request.headers()) {
+    if let Some(socket_content) = socket_content(request.headers()) {
         let what = match endpoint {
             Endpoint::Exec(_) => "exec",
             Endpoint::Attach(_) => "attach",
             _ => "portforward",
         };
         server.context.metrics.websocket(what);
-        let channels = match carried {
-            Carried::Command => {
+        let channels = match socket_content {
+            SocketContent::Command => {
                 streams(server, endpoint, request.uri().query().unwrap_or_default())?
             }
-            Carried::Ports => Streams::default(),
+            SocketContent::Ports => Streams::default(),
         };
         return serve_socket(
             request,
-            carried,
+            socket_content,
             channels_of(channels),
             outgoing,
             stream,
@@ -228,7 +229,7 @@ async fn forward(
         .await
         .map_err(failed);
     }
-    tunnel(request, outgoing, stream, held)
+    forward_request(request, outgoing, stream, held)
         .await
         .map_err(failed)
 }

@@ -42,7 +42,7 @@ use crate::core::{
     pod,
     volume::{claims, payload},
 };
-use crate::host::TakenAway;
+use crate::host::VolumeRemoval;
 use crate::kubeapi::objects::{Following, OnChange};
 use crate::kubeapi::pods::ApiFailure;
 
@@ -354,7 +354,7 @@ impl Volumes {
         let (host, uid) = (Arc::clone(&context.host), pod::uid(pod).to_owned());
         let changed = Arc::clone(&self.changed);
         let end = async move {
-            host.call_ends(&uid).await;
+            host.wait_for_call(&uid).await;
             changed();
         };
         self.waiting = Some(AbortOnDropHandle::new(tokio::spawn(end)));
@@ -427,7 +427,7 @@ async fn warn_shared_group(context: &Context, pod: &Pod, resolved: &ResolvedVolu
 /// own volumes: other disks and exports, which other pods may need, are released nevertheless.
 pub async fn tear_down(context: &Context, uid: &str) -> Result<(), VolumeError> {
     let unpublished = csi::unpublish(context, uid).await;
-    let each = |taken: TakenAway| {
+    let each = |taken: VolumeRemoval| {
         context.metrics.volume(VolumeOperation {
             name: match (taken.staged, taken.block) {
                 (true, _) => "unmount_device",

@@ -30,7 +30,7 @@ impl PermissionEvents {
 }
 
 async fn emit_while_running(events: Events, pod: Pod, giving: OwnershipChange) {
-    let progress = || ownership::under_way(&giving.root);
+    let progress = || ownership::progress(&giving.root);
     let Some(begun) = progress().map(|progress| progress.begun) else {
         return;
     };
@@ -69,7 +69,7 @@ mod tests {
                 ownership::set_group(&root, group, false, false, &wait)
             }
         });
-        while ownership::under_way(&root).is_none_or(|progress| progress.files() == 0) {
+        while ownership::progress(&root).is_none_or(|progress| progress.files() == 0) {
             std::thread::sleep(Duration::from_millis(1));
         }
         let (events, mut messages) = Events::recorded();

@@ -85,7 +85,7 @@ pub fn authenticate(
     tokens: &Tokens,
     store: &Store,
 ) -> Result<User, ApiError> {
-    let shown = certificate.map(|c| c.holds().and_then(of_certificate));
+    let shown = certificate.map(|c| c.trusted_der().and_then(of_certificate));
     if let Some(Some(user)) = shown {
         return Ok(user);
     }

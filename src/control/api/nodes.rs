@@ -19,7 +19,7 @@ use super::error::ApiError;
 use super::object::{at, list, text};
 use super::resources::{Resource, Sub};
 use crate::core::serving::query;
-use crate::https::{Body, Outgoing, is_upgrade, tunnel};
+use crate::https::{Body, Outgoing, forward_request, is_upgrade};
 
 /// Timeout for connecting to a node, including the TLS handshake.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -354,7 +354,7 @@ impl Nodes {
             target,
             forwards_ports: false,
         };
-        tunnel(request, &outgoing, stream, ())
+        forward_request(request, &outgoing, stream, ())
             .await
             .map_err(|e| failed(e.to_string()))
     }

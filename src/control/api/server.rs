@@ -125,7 +125,7 @@ async fn stream(
     let answer = api
         .forward_to_node(sub, namespace, name, &path, request)
         .await?;
-    Ok(https::held(answer, held))
+    Ok(https::keep_with_body(answer, held))
 }
 
 /// Builds the response to a user, subject to the user's limits of concurrent use.
@@ -138,7 +138,7 @@ fn within_share(
     match answer {
         Answer::Watch(_) => {
             let held = api.shares.reserve_stream(user)?;
-            Ok(https::held(encode(answer, slot), held))
+            Ok(https::keep_with_body(encode(answer, slot), held))
         }
         Answer::Body {
             code,

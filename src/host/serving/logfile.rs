@@ -17,7 +17,7 @@ const PIECE: usize = 64 << 10;
 /// Number of consecutive checks with unchanged length until a rotated file counts
 /// as complete. The runtime first gives the new file to the container's writer,
 /// then flushes its buffer to the old file. On a busy disk, flushing takes time.
-const QUIET: u32 = 4;
+const MAX_QUIET_CHECKS: u32 = 4;
 
 /// A file of a log: plain, or compressed by a rotation.
 enum Source {
@@ -123,12 +123,12 @@ impl LogFile {
                 return Ok(Next::Same);
             }
             let length = file.metadata()?.len();
-            let looks = match self.ending {
-                Some((before, looks)) if before == length => looks + 1,
+            let checks = match self.ending {
+                Some((before, checks)) if before == length => checks + 1,
                 _ => 0,
             };
-            self.ending = Some((length, looks));
-            if looks < QUIET {
+            self.ending = Some((length, checks));
+            if checks < MAX_QUIET_CHECKS {
                 return Ok(Next::Ending);
             }
         }
@@ -305,7 +305,7 @@ mod tests {
             say(n);
             assert_eq!(all(&mut log), line(n));
         }
-        for _ in 0..QUIET {
+        for _ in 0..MAX_QUIET_CHECKS {
             assert_eq!(log.follow().expect("another"), Next::Ending);
             assert_eq!(all(&mut log), "");
         }

@@ -12,12 +12,12 @@ use crate::core::volume::csi::VolumeData;
 use crate::core::volume::resolved::Problem;
 use crate::host::HostError;
 use crate::host::linux::{LinuxHost, make, segment};
+use crate::sys::blocking_calls::Call;
 use crate::sys::failure::doing;
-use crate::sys::patient::Call;
 use crate::sys::{file, mount};
 
 const PLUGIN: &str = "kubernetes.io~csi";
-const NOTE: &str = "vol_data.json";
+const RECORD_FILE: &str = "vol_data.json";
 
 /// The CSI directories below the agent's root directory.
 #[derive(Debug, Clone)]
@@ -58,7 +58,7 @@ fn names(dir: &Path) -> Vec<String> {
         .collect()
 }
 
-fn gone(result: std::io::Result<()>, path: &Path) -> Result<(), HostError> {
+fn ignore_missing(result: std::io::Result<()>, path: &Path) -> Result<(), HostError> {
     match result {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(doing(format!(
             "{} cannot be removed",
@@ -69,14 +69,14 @@ fn gone(result: std::io::Result<()>, path: &Path) -> Result<(), HostError> {
 }
 
 /// The directories of a pod's volumes that have a `vol_data.json`. Their drivers must unmount what is below.
-pub(super) fn noted_in(pod: &Path) -> Vec<PathBuf> {
+pub(super) fn recorded_in(pod: &Path) -> Vec<PathBuf> {
     let dir = pod.join("volumes").join(PLUGIN);
-    let is_noted = |place: &PathBuf| {
-        let text = fs::read(place.join(NOTE)).unwrap_or_default();
+    let is_recorded = |place: &PathBuf| {
+        let text = fs::read(place.join(RECORD_FILE)).unwrap_or_default();
         serde_json::from_slice::<VolumeData>(&text).is_ok()
     };
     let places = names(&dir).into_iter().map(|name| dir.join(name));
-    places.filter(is_noted).collect()
+    places.filter(is_recorded).collect()
 }
 
 impl CsiDirs {
@@ -157,11 +157,11 @@ impl CsiDirs {
         let target = &volume.target;
         let parent = target.parent().unwrap_or(target);
         if !volume.block {
-            return self.note(parent, &volume.data);
+            return self.record(parent, &volume.data);
         }
         make(parent, 0o750)?;
         let (note, _) = self.of_staging(&volume.data, true)?;
-        self.note(&note, &volume.data)?;
+        self.record(&note, &volume.data)?;
         let list = self.devices_of(&volume.uid)?;
         make(&list, 0o750)?;
         match std::os::unix::fs::symlink(target, list.join(&volume.name)) {
@@ -173,14 +173,14 @@ impl CsiDirs {
         }
     }
 
-    fn note(&self, dir: &Path, data: &VolumeData) -> Result<(), HostError> {
+    fn record(&self, dir: &Path, data: &VolumeData) -> Result<(), HostError> {
         make(dir, 0o750)?;
         let text = serde_json::to_vec(data)?;
         // Called at each refresh, so write only changes.
-        if fs::read(dir.join(NOTE)).is_ok_and(|there| there == text) {
+        if fs::read(dir.join(RECORD_FILE)).is_ok_and(|there| there == text) {
             return Ok(());
         }
-        file::replace(&dir.join(NOTE), &text).map_err(doing(format!(
+        file::replace(&dir.join(RECORD_FILE), &text).map_err(doing(format!(
             "writing the volume data in {} failed",
             dir.display()
         )))
@@ -190,13 +190,13 @@ impl CsiDirs {
     pub fn stage(&self, volume: &Published) -> Result<PathBuf, HostError> {
         let (dir, place) = self.of_staging(&volume.data, volume.block)?;
         make(&place, 0o750)?;
-        self.note(&dir, &volume.data)?;
+        self.record(&dir, &volume.data)?;
         Ok(place)
     }
 
     /// Whether a volume has a record on disk, so that its driver may know it.
     #[must_use]
-    pub fn is_noted(&self, volume: &Published) -> bool {
+    pub fn is_recorded(&self, volume: &Published) -> bool {
         if volume.block {
             return self
                 .devices_of(&volume.uid)
@@ -205,7 +205,7 @@ impl CsiDirs {
         volume
             .target
             .parent()
-            .is_some_and(|dir| dir.join(NOTE).exists())
+            .is_some_and(|dir| dir.join(RECORD_FILE).exists())
     }
 
     /// The staging path of a volume, if it may be staged. Does not access the mount, which may hang.
@@ -215,7 +215,7 @@ impl CsiDirs {
         let mark = if volume.block {
             place.clone()
         } else {
-            dir.join(NOTE)
+            dir.join(RECORD_FILE)
         };
         mark.exists().then_some(place)
     }
@@ -243,7 +243,7 @@ impl CsiDirs {
             let of_plugin = dir.join("volumes").join(&plugin);
             for name in names(&of_plugin) {
                 let note = || -> Option<VolumeData> {
-                    let text = fs::read(of_plugin.join(&name).join(NOTE)).ok()?;
+                    let text = fs::read(of_plugin.join(&name).join(RECORD_FILE)).ok()?;
                     serde_json::from_slice(&text).ok()
                 };
                 volumes += 1;
@@ -269,7 +269,7 @@ impl CsiDirs {
             };
             for name in names(&dir) {
                 let place = dir.join(&name);
-                if let Some(data) = read(place.join(NOTE)) {
+                if let Some(data) = read(place.join(RECORD_FILE)) {
                     all.push(Published {
                         uid: uid.clone(),
                         name,
@@ -282,7 +282,7 @@ impl CsiDirs {
             }
             for name in names(&devices) {
                 let (data, target) = (
-                    read(self.devices().join(&name).join("data").join(NOTE)),
+                    read(self.devices().join(&name).join("data").join(RECORD_FILE)),
                     self.device(&uid, &name),
                 );
                 if let (Some(data), Ok(target)) = (data, target) {
@@ -314,7 +314,8 @@ impl CsiDirs {
             }));
         }
         let read = |(dir, block): (PathBuf, bool)| {
-            let data: VolumeData = serde_json::from_slice(&fs::read(dir.join(NOTE)).ok()?).ok()?;
+            let data: VolumeData =
+                serde_json::from_slice(&fs::read(dir.join(RECORD_FILE)).ok()?).ok()?;
             let volume = self.place("none", data, block, None).ok()?;
             self.staged(&volume).is_some().then_some(volume)
         };
@@ -324,34 +325,34 @@ impl CsiDirs {
     /// Removes the directories and the record of an unpublished volume. A remaining
     /// mount is an error. `is_last` means that no other pod uses the volume.
     pub fn forget(&self, volume: &Published, is_last: bool) -> Result<(), HostError> {
-        still(&volume.target)?;
+        require_unmounted(&volume.target)?;
         if volume.block {
             let name = segment(&volume.name)?;
             let link = self.devices_of(&volume.uid)?.join(name);
-            gone(fs::remove_file(&volume.target), &volume.target)?;
-            gone(fs::remove_file(&link), &link)?;
+            ignore_missing(fs::remove_file(&volume.target), &volume.target)?;
+            ignore_missing(fs::remove_file(&link), &link)?;
             return match is_last {
                 true => self.forget_device(&volume.data, name),
                 false => Ok(()),
             };
         }
         let dir = self.of_pod(&volume.uid)?.join(segment(&volume.name)?);
-        gone(fs::remove_dir(&volume.target), &volume.target)?;
-        gone(file::remove(&dir.join(NOTE)), &dir)?;
-        gone(fs::remove_dir(&dir), &dir)
+        ignore_missing(fs::remove_dir(&volume.target), &volume.target)?;
+        ignore_missing(file::remove(&dir.join(RECORD_FILE)), &dir)?;
+        ignore_missing(fs::remove_dir(&dir), &dir)
     }
 
     /// Removes the shared directories of a block device.
     fn forget_device(&self, data: &VolumeData, name: &str) -> Result<(), HostError> {
         let (note, _) = self.of_staging(data, true)?;
-        gone(file::remove(&note.join(NOTE)), &note)?;
+        ignore_missing(file::remove(&note.join(RECORD_FILE)), &note)?;
         let of_volume = self.devices().join(name);
         let published = self.devices().join("publish").join(name);
         for dir in [note, of_volume, published] {
             // Keep directories that contain files of the driver.
             match fs::remove_dir(&dir) {
                 Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {}
-                removed => gone(removed, &dir)?,
+                removed => ignore_missing(removed, &dir)?,
             }
         }
         Ok(())
@@ -360,18 +361,18 @@ impl CsiDirs {
     /// Removes the directories and the record of an unstaged volume that no other pod uses.
     pub fn unstaged(&self, volume: &Published) -> Result<(), HostError> {
         let (dir, place) = self.of_staging(&volume.data, volume.block)?;
-        still(&place)?;
-        gone(fs::remove_dir(&place), &place)?;
+        require_unmounted(&place)?;
+        ignore_missing(fs::remove_dir(&place), &place)?;
         if volume.block {
             // The record is removed with the pod's link; until then it identifies the volume.
             return Ok(());
         }
-        gone(file::remove(&dir.join(NOTE)), &dir)?;
-        gone(fs::remove_dir(&dir), &dir)
+        ignore_missing(file::remove(&dir.join(RECORD_FILE)), &dir)?;
+        ignore_missing(fs::remove_dir(&dir), &dir)
     }
 }
 
-fn still(path: &Path) -> Result<(), HostError> {
+fn require_unmounted(path: &Path) -> Result<(), HostError> {
     if mount::is_mounted(path)? {
         return Err(format!(
             "{} is still mounted, although its driver reports success",
@@ -395,7 +396,7 @@ pub fn labels_files(target: &Path) -> Result<bool, HostError> {
 impl LinuxHost {
     /// Changes the group ownership of a published volume. For a large volume, the work
     /// continues in the background and the returned problem contains the progress.
-    pub(in crate::host) async fn give(
+    pub(in crate::host) async fn change_ownership(
         &self,
         volume: &Published,
         owner: Ownership,
@@ -405,15 +406,16 @@ impl LinuxHost {
         };
         let key = format!("{}/{}/published", segment(&volume.uid)?, volume.name);
         let target = volume.target.clone();
-        let giver = self.giver(format!("kubernetes.io/csi:{}", volume.data.driver_name));
-        let give = move |call: &Call| {
-            giver
-                .give(&target, (group, owner), false, call)
+        let ownership_changer =
+            self.ownership_changer(format!("kubernetes.io/csi:{}", volume.data.driver_name));
+        let change = move |call: &Call| {
+            ownership_changer
+                .change(&target, (group, owner), false, call)
                 .map_err(doing("the volume's group cannot be set"))
                 .map_err(Problem::from)
         };
-        let outcome = self.patient.call_with(&key, KERNEL_TIMEOUT, give).await;
-        self.or_giving(outcome, &[&volume.target], &volume.target, owner)
+        let outcome = self.calls.call_with(&key, KERNEL_TIMEOUT, change).await;
+        self.with_ownership_progress(outcome, &[&volume.target], &volume.target, owner)
     }
 }
 
@@ -446,16 +448,16 @@ mod tests {
         assert_eq!(dirs.staged(&found[0]), None);
         let staging = dirs.stage(&found[0]).expect("staged");
         assert_eq!(dirs.staged(&found[0]).as_ref(), Some(&staging));
-        let noted = [&staging, &found[0].target].map(|of| of.parent().expect("a directory"));
-        for dir in noted {
+        let recorded = [&staging, &found[0].target].map(|of| of.parent().expect("a directory"));
+        for dir in recorded {
             // A temporary file, left when a disk was full.
-            fs::write(dir.join(format!("{NOTE}.new")), b"{").expect("written");
+            fs::write(dir.join(format!("{RECORD_FILE}.new")), b"{").expect("written");
         }
         dirs.unstaged(&found[0]).expect("forgotten");
         dirs.unstaged(&found[0]).expect("a repetition succeeds");
         dirs.forget(&found[0], true).expect("forgotten");
         assert!(dirs.published().is_empty() && dirs.staged(&found[0]).is_none());
-        assert!(!noted.iter().any(|dir| dir.exists()));
+        assert!(!recorded.iter().any(|dir| dir.exists()));
         let device = dirs.place("u", data.clone(), true, None).expect("a place");
         dirs.prepare(&device).expect("prepared");
         assert!(device.target.ends_with("volumeDevices/publish/pv/u") && !device.target.exists());
@@ -510,16 +512,16 @@ mod tests {
     }
 
     /// The volumes whose ownership was changed, and whether it failed.
-    type Told = std::sync::Arc<std::sync::Mutex<Vec<(String, bool)>>>;
+    type Reports = std::sync::Arc<std::sync::Mutex<Vec<(String, bool)>>>;
 
-    fn reported_by(host: &mut LinuxHost) -> Told {
-        let told = Told::default();
-        let telling = std::sync::Arc::clone(&told);
-        host.given = Some(std::sync::Arc::new(move |plugin: &str, _, has_failed| {
-            let mut told = telling.lock().expect("told");
-            told.push((plugin.to_owned(), has_failed));
+    fn reported_by(host: &mut LinuxHost) -> Reports {
+        let reports = Reports::default();
+        let sender = std::sync::Arc::clone(&reports);
+        host.on_ownership_change = Some(std::sync::Arc::new(move |plugin: &str, _, has_failed| {
+            let mut reports = sender.lock().expect("told");
+            reports.push((plugin.to_owned(), has_failed));
         }));
-        told
+        reports
     }
 
     #[tokio::test(start_paused = true)]
@@ -531,7 +533,7 @@ mod tests {
         }
         let root = tempfile::tempdir().expect("a directory");
         let mut host = host(root.path());
-        let told = reported_by(&mut host);
+        let reports = reported_by(&mut host);
         let dirs = CsiDirs(host.root.clone());
         let data = VolumeData {
             spec_vol_id: "pv".into(),
@@ -552,13 +554,13 @@ mod tests {
         // advance, so the call cannot time out before the walk has started.
         let begun = tokio::task::spawn_blocking(move || {
             let since = std::time::Instant::now();
-            while ownership::under_way(&target).is_none() && since.elapsed().as_secs() < 60 {
+            while ownership::progress(&target).is_none() && since.elapsed().as_secs() < 60 {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
         });
-        let (first, begun) = tokio::join!(host.give(&volume, owner), begun);
+        let (first, begun) = tokio::join!(host.change_ownership(&volume, owner), begun);
         begun.expect("the change has begun");
-        for outcome in [first, host.give(&volume, owner).await] {
+        for outcome in [first, host.change_ownership(&volume, owner).await] {
             let problem = outcome.expect_err("the change is in progress");
             assert_eq!(problem.reason(), "VolumePermissionChangeInProgress");
             assert!(
@@ -571,11 +573,7 @@ mod tests {
             assert_eq!(giving.shown, "u/volumes/kubernetes.io~csi/pv/mount");
             assert_eq!(giving.root, volume.target);
         }
-        assert_eq!(
-            host.patient.under_way(),
-            1,
-            "the change is started only once"
-        );
+        assert_eq!(host.calls.pending(), 1, "the change is started only once");
         // Pod termination cancels the work and waits only for a limited time.
         let unbound = host.unbind_sub_paths("u").await;
         drop((answers, held));
@@ -583,12 +581,12 @@ mod tests {
         assert_eq!(unbound, Ok(()));
         tokio::time::resume();
         let ended = host
-            .patient
+            .calls
             .cancel("u/", std::time::Duration::from_secs(60))
             .await;
         assert_eq!(ended, Ok(()));
-        let told = told.lock().expect("told").clone();
-        assert_eq!(told, [("kubernetes.io/csi:".to_owned(), true)]);
+        let reports = reports.lock().expect("told").clone();
+        assert_eq!(reports, [("kubernetes.io/csi:".to_owned(), true)]);
         use std::os::unix::fs::MetadataExt as _;
         let root = fs::metadata(&volume.target).expect("stat");
         assert_ne!(root.gid(), 4242, "the root directory is changed last");

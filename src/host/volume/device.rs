@@ -8,18 +8,18 @@ use std::path::Path;
 use nix::mount::MntFlags;
 
 use super::csi::is_mounted;
-use super::staging_lock::Turn;
-use super::{Giver, disks};
+use super::staging_lock::StagingLock;
+use super::{OwnershipChanger, disks};
 use crate::core::fault::Fault;
 use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
 use crate::host::HostError;
 use crate::host::linux::make;
-use crate::host::tool::{tool, tool_to_its_end, tool_while_wanted};
+use crate::host::tool::{run_tool_cancellable, run_tool_to_completion, tool};
 use crate::sys::beneath::Found;
+use crate::sys::blocking_calls::Call;
 use crate::sys::failure::doing;
-use crate::sys::patient::Call;
 use crate::sys::{beneath, mount};
 
 /// The mount points of a volume and the properties of the mount.
@@ -29,7 +29,7 @@ pub(super) struct Target<'a> {
     /// The directory in the pod's directory.
     pub(super) dir: &'a Path,
     pub(super) owner: Ownership,
-    pub(super) giver: &'a Giver,
+    pub(super) ownership_changer: &'a OwnershipChanger,
     pub(super) call: &'a Call,
 }
 
@@ -38,14 +38,14 @@ impl<'a> Target<'a> {
     pub(super) fn new(
         [staged, dir]: [&'a Path; 2],
         owner: Ownership,
-        giver: &'a Giver,
+        ownership_changer: &'a OwnershipChanger,
         call: &'a Call,
     ) -> Target<'a> {
         Target {
             staged,
             dir,
             owner,
-            giver,
+            ownership_changer,
             call,
         }
     }
@@ -77,9 +77,9 @@ pub(super) fn remote(
     if is_mounted(to.dir)? {
         return Ok(());
     }
-    let _turn = Turn::of_pod(to.staged)?;
+    let _lock = StagingLock::lock_for_pod(to.staged)?;
     if !is_mounted(to.staged)? {
-        disks::note(disk, to.staged)?;
+        disks::record_session(disk, to.staged)?;
         let device = disks::attach(disk)?;
         stage(&device, filesystem, resolved, to)?;
     }
@@ -118,7 +118,7 @@ pub(super) fn local(
     if is_mounted(to.dir)? {
         return Ok(restrict()?);
     }
-    let _turn = Turn::of_pod(to.staged)?;
+    let _lock = StagingLock::lock_for_pod(to.staged)?;
     let mut source = path;
     if device {
         stage(path, filesystem, resolved, to)?;
@@ -166,7 +166,9 @@ fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Res
     let Target { dir, owner, .. } = *to;
     if let Some(group) = owner.group.filter(|_| resolved.applies_fs_group) {
         let read_only = resolved.read_only;
-        let given = to.giver.give(source, (group, owner), read_only, to.call);
+        let given = to
+            .ownership_changer
+            .change(source, (group, owner), read_only, to.call);
         given.map_err(doing(format!(
             "the group of volume {} cannot be set",
             resolved.volume
@@ -177,7 +179,7 @@ fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Res
     }
     make(dir, 0o750)?;
     let base = beneath::Dir::open(source).map_err(doing("the volume cannot be opened"))?;
-    bind_if_wanted(
+    bind_unless_cancelled(
         &base.itself()?,
         dir,
         to.call,
@@ -190,20 +192,20 @@ fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Res
 }
 
 /// Bind-mounts a path into a pod's directory. If the call was cancelled meanwhile, unmounts it again.
-pub(super) fn bind_if_wanted(
+pub(super) fn bind_unless_cancelled(
     found: &Found,
     target: &Path,
     call: &Call,
     failed: String,
 ) -> Result<(), HostError> {
-    let unwanted = || HostError::failed(format!("{failed}: its pod is terminating"));
+    let cancelled = || HostError::failed(format!("{failed}: its pod is terminating"));
     if call.is_cancelled() {
-        return Err(unwanted());
+        return Err(cancelled());
     }
     mount::bind(found, target).map_err(doing(&failed))?;
     if call.is_cancelled() {
         mount::unmount(target, MntFlags::MNT_DETACH)?;
-        return Err(unwanted());
+        return Err(cancelled());
     }
     Ok(())
 }
@@ -264,8 +266,8 @@ fn prepare(
     if call.is_cancelled() {
         return Err(format!("{device} is not prepared: its pod is terminating").into());
     }
-    let held = locked(device)?;
-    let found = on(device)?;
+    let file = lock_device(device)?;
+    let found = probe(device)?;
     if found.is_none() && read_only {
         return Err(format!(
             "{device} is empty, and the volume is read-only: nothing can be mounted"
@@ -273,12 +275,12 @@ fn prepare(
         .into());
     }
     if found.is_none() {
-        legible(&held).map_err(doing(format!(
+        check_readable(&file).map_err(doing(format!(
             "{device} is not formatted: reading its content failed"
         )))?;
         // `blkid` reports nothing if reading the device failed temporarily.
-        if let Some(said) = on(device)? {
-            return Err(format!("{device} is not formatted: it has {said}").into());
+        if let Some(output) = probe(device)? {
+            return Err(format!("{device} is not formatted: it has {output}").into());
         }
         let program = format!("mkfs.{filesystem}");
         let mut arguments = match filesystem {
@@ -287,24 +289,24 @@ fn prepare(
         };
         arguments.push(device);
         call.doing(format!("{program} {device}"));
-        match tool_to_its_end(&program, &arguments, held)? {
+        match run_tool_to_completion(&program, &arguments, file)? {
             (0, _) => {}
-            (code, said) => {
-                return Err(format!("{program} {device} failed with {code}: {said}").into());
+            (code, output) => {
+                return Err(format!("{program} {device} failed with {code}: {output}").into());
             }
         }
     } else if filesystem.starts_with("ext") && !read_only {
         call.doing(format!("fsck -a {device}"));
         // Exit code 1 means that errors were corrected; 4 that errors remain.
-        match tool_to_its_end("fsck", &["-a", device], held)? {
-            (4, said) => {
+        match run_tool_to_completion("fsck", &["-a", device], file)? {
+            (4, output) => {
                 return Err(format!(
-                    "fsck found errors on {device} but could not correct them: {said}"
+                    "fsck found errors on {device} but could not correct them: {output}"
                 )
                 .into());
             }
-            (code, said) if code > 1 => {
-                tracing::warn!(code, said, device, "checking a volume with fsck failed")
+            (code, output) if code > 1 => {
+                tracing::warn!(code, output, device, "checking a volume with fsck failed")
             }
             _ => {}
         }
@@ -313,18 +315,18 @@ fn prepare(
 }
 
 /// The output of `blkid` for a device; `None` if it finds nothing.
-fn on(device: &str) -> Result<Option<String>, HostError> {
+fn probe(device: &str) -> Result<Option<String>, HostError> {
     let what = ["-p", "-s", "TYPE", "-s", "PTTYPE", "-o", "export", device];
     match tool("blkid", &what)? {
-        (0, said) => Ok(Some(said)),
+        (0, output) => Ok(Some(output)),
         // `blkid` also exits with this code if it could not read the device.
         (2, _) => Ok(None),
-        (code, said) => Err(format!("blkid could not probe {device} ({code}): {said}").into()),
+        (code, output) => Err(format!("blkid could not probe {device} ({code}): {output}").into()),
     }
 }
 
 /// Reads the areas of filesystem headers and partition tables: the beginning and the end.
-fn legible(mut device: &File) -> std::io::Result<()> {
+fn check_readable(mut device: &File) -> std::io::Result<()> {
     const SPAN: u64 = 1 << 20;
     let read = |device: &File| std::io::copy(&mut device.take(SPAN), &mut std::io::sink());
     device.rewind()?;
@@ -355,25 +357,25 @@ pub(super) fn grow(device: &Path, staged: &Path, call: &Call) -> Result<(), Host
     };
     call.doing(format!("{program} {}", arguments.join(" ")));
     // Several pods may notice the growth of their volume at the same time; serialise them.
-    let held = opened(&shown)?;
-    held.lock()
+    let file = open_exclusive(&shown)?;
+    file.lock()
         .map_err(doing(format!("{shown} cannot be locked")))?;
     if call.is_cancelled() {
         return Err(format!("{shown} is not grown: its pod is terminating").into());
     }
-    match tool_to_its_end(program, &arguments, held)? {
+    match run_tool_to_completion(program, &arguments, file)? {
         (0, _) => Ok(()),
-        (code, said) => Err(format!("{program} {shown} failed with {code}: {said}").into()),
+        (code, output) => Err(format!("{program} {shown} failed with {code}: {output}").into()),
     }
 }
 
-fn opened(device: &str) -> Result<File, HostError> {
+fn open_exclusive(device: &str) -> Result<File, HostError> {
     File::open(device).map_err(doing(format!("{device} cannot be opened")))
 }
 
 /// Opens and locks a device. The tool that formats or checks the device inherits the lock.
-fn locked(device: &str) -> Result<File, HostError> {
-    let file = opened(device)?;
+fn lock_device(device: &str) -> Result<File, HostError> {
+    let file = open_exclusive(device)?;
     match file.try_lock() {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => Err(HostError::under_way(format!(
@@ -435,16 +437,18 @@ fn mount_called(
         arguments.extend(["-o", &options]);
     }
     arguments.extend([device, &dir]);
-    match tool_while_wanted("mount", &arguments, call)? {
+    match run_tool_cancellable("mount", &arguments, call)? {
         (0, _) => Ok(()),
-        (code, said) => Err(format!("mount -t {kind} {device} failed with {code}: {said}").into()),
+        (code, output) => {
+            Err(format!("mount -t {kind} {device} failed with {code}: {output}").into())
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::patient::Patient;
+    use crate::sys::blocking_calls::BlockingCalls;
     use std::os::unix::fs::FileExt as _;
     use std::time::Duration;
 
@@ -485,19 +489,19 @@ mod tests {
             let resolved = a_local_volume(&path);
             let work = move |call: &Call| {
                 fs::create_dir_all(&dir).expect("mkdir");
-                let giver = Giver {
+                let ownership_changer = OwnershipChanger {
                     plugin: "local".into(),
-                    given: None,
+                    on_ownership_change: None,
                 };
                 let owner = Ownership {
                     group: Some(group),
                     ..Ownership::default()
                 };
-                let to = Target::new([&staged, &dir], owner, &giver, call);
+                let to = Target::new([&staged, &dir], owner, &ownership_changer, call);
                 local(&path, "ext4", &resolved, &to)
             };
-            let patient = Patient::default();
-            let outcome = patient.call_with(uid, Duration::from_secs(60), work).await;
+            let calls = BlockingCalls::default();
+            let outcome = calls.call_with(uid, Duration::from_secs(60), work).await;
             assert_eq!(outcome, Ok(()));
             let stat = fs::metadata(&volume).expect("stat");
             stat.gid()
@@ -560,11 +564,12 @@ mod tests {
         let image = dir.path().join("image");
         let file = File::create(&image).expect("an image");
         file.set_len(3 << 20).expect("as large");
-        legible(&File::open(&image).expect("opened")).expect("the device is empty and readable");
+        check_readable(&File::open(&image).expect("opened"))
+            .expect("the device is empty and readable");
         // Reading at offset 0 fails, as on a broken disk.
         let broken = "/proc/self/mem";
-        let error =
-            legible(&File::open(broken).expect("opened")).expect_err("the device is unreadable");
+        let error = check_readable(&File::open(broken).expect("opened"))
+            .expect_err("the device is unreadable");
         assert_eq!(error.raw_os_error(), Some(libc::EIO));
     }
 
@@ -578,8 +583,8 @@ mod tests {
         for (read_only, is_checked) in [(true, false), (false, true)] {
             let device = image.display().to_string();
             let work = move |call: &Call| prepare(&device, "ext4", read_only, call);
-            let patient = Patient::default();
-            let prepared = patient.call_with("v", Duration::from_secs(60), work).await;
+            let calls = BlockingCalls::default();
+            let prepared = calls.call_with("v", Duration::from_secs(60), work).await;
             assert!(prepared.is_ok_and(|found| found.contains("TYPE=ext4")));
             assert_eq!(bytes() != before, is_checked, "read-only: {read_only}");
         }

@@ -11,8 +11,8 @@ use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::Medium;
 use crate::host::HostError;
 use crate::host::linux::make;
+use crate::sys::blocking_calls::Call;
 use crate::sys::failure::doing;
-use crate::sys::patient::Call;
 use crate::sys::{atomic_dir, beneath, mount, quota};
 
 /// Checks the type of a hostPath volume (`pkg/volume/hostpath/host_path.go`).
@@ -125,7 +125,7 @@ pub(super) fn keep_in_memory(dir: &Path) -> Result<(), HostError> {
 }
 
 /// Unmounts a volume whose setup was cancelled meanwhile.
-pub(super) fn undo_if_unwanted(dir: &Path, call: &Call) -> Result<(), HostError> {
+pub(super) fn undo_if_cancelled(dir: &Path, call: &Call) -> Result<(), HostError> {
     if !call.is_cancelled() {
         return Ok(());
     }

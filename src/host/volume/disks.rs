@@ -5,7 +5,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::staging_lock::Turn;
+use super::staging_lock::StagingLock;
 use crate::core::volume::disks::{Disk, Iscsi};
 use crate::host::HostError;
 use crate::host::linux::make;
@@ -45,12 +45,12 @@ pub(in crate::host) fn find(disk: &Disk) -> Option<PathBuf> {
         .collect();
     devices
         .iter()
-        .find_map(|device| together(device))
+        .find_map(|device| multipath_device(device))
         .or_else(|| devices.into_iter().next())
 }
 
 /// The multipath device that includes a disk.
-fn together(device: &Path) -> Option<PathBuf> {
+fn multipath_device(device: &Path) -> Option<PathBuf> {
     let name = device.file_name()?;
     let all = fs::read_dir("/sys/block")
         .ok()?
@@ -94,7 +94,7 @@ fn log_in(iscsi: &Iscsi) -> Result<(), HostError> {
         match iscsi
             .login(portal)
             .iter()
-            .try_for_each(|call| reported(call))
+            .try_for_each(|call| run_iscsiadm(call))
         {
             Ok(()) => {}
             Err(error) => failed.push(format!("portal {portal}: {error}")),
@@ -113,13 +113,13 @@ fn log_in(iscsi: &Iscsi) -> Result<(), HostError> {
 }
 
 /// Runs `iscsiadm`. An existing session is no error. Errors contain no passwords.
-fn reported(call: &[String]) -> Result<(), HostError> {
+fn run_iscsiadm(call: &[String]) -> Result<(), HostError> {
     let words: Vec<&str> = call.iter().map(String::as_str).collect();
     match tool("iscsiadm", &words)? {
         (0 | SESSION_EXISTS, _) => Ok(()),
-        (code, said) => {
+        (code, output) => {
             let shown: Vec<&str> = words.iter().take_while(|w| **w != "-v").copied().collect();
-            Err(format!("iscsiadm {} failed with {code}: {said}", shown.join(" ")).into())
+            Err(format!("iscsiadm {} failed with {code}: {output}", shown.join(" ")).into())
         }
     }
 }
@@ -130,9 +130,9 @@ fn log_out(iscsi: &Iscsi) -> Result<(), HostError> {
         let words: Vec<&str> = call.iter().map(String::as_str).collect();
         match tool("iscsiadm", &words)? {
             (0 | NOTHING, _) => {}
-            (code, said) => {
+            (code, output) => {
                 return Err(
-                    format!("iscsiadm {} failed with {code}: {said}", words.join(" ")).into(),
+                    format!("iscsiadm {} failed with {code}: {output}", words.join(" ")).into(),
                 );
             }
         }
@@ -144,7 +144,7 @@ fn log_out(iscsi: &Iscsi) -> Result<(), HostError> {
 const SESSION: &str = "iscsi.json";
 
 /// Records a disk's session before logging in.
-pub(in crate::host) fn note(disk: &Disk, place: &Path) -> Result<(), HostError> {
+pub(in crate::host) fn record_session(disk: &Disk, place: &Path) -> Result<(), HostError> {
     let Disk::Iscsi(session) = disk else {
         return Ok(());
     };
@@ -155,8 +155,8 @@ pub(in crate::host) fn note(disk: &Disk, place: &Path) -> Result<(), HostError> 
 
 /// Attaches a disk that a pod uses as a block device. `marks` are the links that record this use.
 pub(in crate::host) fn map(disk: &Disk, place: &Path, marks: [&Path; 2]) -> Result<(), HostError> {
-    let _turn = Turn::of_pod(place)?;
-    note(disk, place)?;
+    let _lock = StagingLock::lock_for_pod(place)?;
+    record_session(disk, place)?;
     if let Disk::Iscsi(session) = disk {
         let device = Path::new("/dev/disk/by-path").join(
             session.link(
@@ -183,7 +183,7 @@ pub(in crate::host) fn map(disk: &Disk, place: &Path, marks: [&Path; 2]) -> Resu
 }
 
 /// Removes a pod's mark and returns whether it existed.
-pub(in crate::host) fn unmark(mark: &Path) -> Result<bool, HostError> {
+pub(in crate::host) fn remove_mark(mark: &Path) -> Result<bool, HostError> {
     match fs::remove_file(mark) {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
@@ -228,8 +228,8 @@ pub fn all_places(root: &Path) -> Vec<PathBuf> {
 }
 
 /// Logs out of a disk that is not mounted, is no pod's block device, and is not being set up.
-pub(in crate::host) fn end_if_idle(place: &Path) -> Result<(), HostError> {
-    let Some(_turn) = Turn::at(place) else {
+pub(in crate::host) fn log_out_if_unused(place: &Path) -> Result<(), HostError> {
+    let Some(_lock) = StagingLock::try_lock(place) else {
         return Ok(());
     };
     // A pod's mark is our link, or a mount that a kubelet has created there.
@@ -238,12 +238,12 @@ pub(in crate::host) fn end_if_idle(place: &Path) -> Result<(), HostError> {
     if mount::is_mounted(place)? || marked() {
         return Ok(());
     }
-    end_session(place)?;
+    log_out_if_last(place)?;
     fs::remove_dir(place).map_err(doing(format!("{} cannot be removed", place.display())))
 }
 
 /// Logs out of a disk that no pod uses, unless another disk of the same target is in use or being set up.
-pub(in crate::host) fn end_session(place: &Path) -> Result<(), HostError> {
+pub(in crate::host) fn log_out_if_last(place: &Path) -> Result<(), HostError> {
     let note = place.join(SESSION);
     let remove = || {
         let what = format!("{} cannot be removed", note.display());

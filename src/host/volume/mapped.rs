@@ -52,7 +52,7 @@ pub(super) fn release(point: &Path) -> Result<(), HostError> {
     }
     mount::unmount(point, MntFlags::empty())?;
     if point.iter().any(|part| part == "iscsi") {
-        // The file is the mark by which session cleanup recognises the pod (`disks::unmark`).
+        // The file is the mark by which session cleanup recognises the pod (`disks::remove_mark`).
         return Ok(());
     }
     match fs::remove_file(point) {

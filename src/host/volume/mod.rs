@@ -26,8 +26,8 @@ use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
 use crate::core::volume::permissions::OwnershipChange;
 use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
+use crate::sys::blocking_calls::Call;
 use crate::sys::failure::doing;
-use crate::sys::patient::Call;
 use crate::sys::{beneath, ownership};
 
 /// Timeout for calls to the kernel.
@@ -35,17 +35,17 @@ const KERNEL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Callback for each volume whose group ownership was changed: the plugin
 /// (with the driver for CSI), the duration, and whether it failed.
-pub type Given = Arc<dyn Fn(&str, Duration, bool) + Send + Sync>;
+pub type OnOwnershipChange = Arc<dyn Fn(&str, Duration, bool) + Send + Sync>;
 
 /// Changes the group ownership of a volume's files.
-struct Giver {
+struct OwnershipChanger {
     plugin: String,
-    given: Option<Given>,
+    on_ownership_change: Option<OnOwnershipChange>,
 }
 
-impl Giver {
+impl OwnershipChanger {
     /// Calls [`ownership::set_group`] and reports the outcome.
-    fn give(
+    fn change(
         &self,
         root: &Path,
         (group, owner): (u32, Ownership),
@@ -54,8 +54,8 @@ impl Giver {
     ) -> std::io::Result<()> {
         let (begun, stop) = (Instant::now(), || call.is_cancelled());
         let outcome = ownership::set_group(root, group, owner.on_mismatch, read_only, &stop);
-        if let (Some(given), Ok(true) | Err(_)) = (&self.given, &outcome) {
-            given(&self.plugin, begun.elapsed(), outcome.is_err());
+        if let (Some(report), Ok(true) | Err(_)) = (&self.on_ownership_change, &outcome) {
+            report(&self.plugin, begun.elapsed(), outcome.is_err());
         }
         outcome.map(drop)
     }
@@ -71,18 +71,23 @@ impl From<HostError> for Problem {
 }
 
 impl LinuxHost {
-    fn giver(&self, plugin: String) -> Giver {
-        Giver {
+    fn ownership_changer(&self, plugin: String) -> OwnershipChanger {
+        OwnershipChanger {
             plugin,
-            given: self.given.clone(),
+            on_ownership_change: self.on_ownership_change.clone(),
         }
     }
 
     /// The progress of a running ownership change, which takes long for large
     /// volumes. `dir` is the volume's directory in the pod's directory.
-    fn giving(&self, root: &Path, dir: &Path, owner: Ownership) -> Option<OwnershipChange> {
-        let (far, group) = (ownership::under_way(root)?, owner.group?);
-        let files = far.files();
+    fn ownership_progress(
+        &self,
+        root: &Path,
+        dir: &Path,
+        owner: Ownership,
+    ) -> Option<OwnershipChange> {
+        let (progress, group) = (ownership::progress(root)?, owner.group?);
+        let files = progress.files();
         // The path that upstream shows: from the pod's uid on.
         let shown = dir.strip_prefix(self.root.join("pods")).unwrap_or(dir);
         Some(OwnershipChange {
@@ -96,7 +101,7 @@ impl LinuxHost {
 
     /// Replaces a problem "under way" by the progress of the
     /// ownership change, if one is running at one of these `places`.
-    fn or_giving(
+    fn with_ownership_progress(
         &self,
         outcome: Result<(), Problem>,
         places: &[&Path],
@@ -105,8 +110,8 @@ impl LinuxHost {
     ) -> Result<(), Problem> {
         outcome.map_err(|problem| {
             let mut places = places.iter().filter(|_| problem.is_under_way());
-            let giving = places.find_map(|place| self.giving(place, dir, owner));
-            giving.map_or(problem, Problem::Permissions)
+            let progress = places.find_map(|place| self.ownership_progress(place, dir, owner));
+            progress.map_or(problem, Problem::Permissions)
         })
     }
 
@@ -190,7 +195,7 @@ impl LinuxHost {
         let (staged, path) = (self.staged(&resolved.name).ok()?, PathBuf::from(path));
         let (pods, own) = (self.root.join("pods"), uid.to_owned());
         let (plugin, name) = (resolved.plugin(), resolved.name.clone());
-        let look = move || {
+        let inspect = move || {
             let others = fs::read_dir(pods)?.flatten();
             let mut others = others.filter(|pod| *pod.file_name() != *own);
             // Do not access the mount, which may hang.
@@ -210,7 +215,7 @@ impl LinuxHost {
             Ok(Some(root.gid()))
         };
         let key = format!("{uid}/{}/group", resolved.volume);
-        let found = self.patient.call(&key, KERNEL_TIMEOUT, look).await;
+        let found = self.calls.call(&key, KERNEL_TIMEOUT, inspect).await;
         found.ok().flatten()
     }
 
@@ -233,7 +238,7 @@ impl LinuxHost {
             Source::Image | Source::Csi(_) => Ok(()),
             Source::HostPath { kind, .. } if kind.is_empty() => Ok(()),
             Source::HostPath { kind, .. } => {
-                self.patient
+                self.calls
                     .call(&key, KERNEL_TIMEOUT, move || {
                         directory::check_host_path(&dir, &kind)
                     })
@@ -242,7 +247,7 @@ impl LinuxHost {
             Source::EmptyDir(medium) => {
                 let mark = self.ready_mark(uid, resolved)?;
                 let make = move |dir: &Path| directory::empty_dir(dir, &mark, &medium, owner.group);
-                self.make_if_wanted(&key, dir, make).await
+                self.make_unless_cancelled(&key, dir, make).await
             }
             Source::Files { in_memory, .. } => {
                 let volume = resolved.volume.clone();
@@ -252,11 +257,11 @@ impl LinuxHost {
                     }
                     directory::write_files(dir, &volume, content, owner.group)
                 };
-                self.make_if_wanted(&key, dir, make).await
+                self.make_unless_cancelled(&key, dir, make).await
             }
             Source::Nfs { device } => {
                 let resolved = resolved.clone();
-                self.patient
+                self.calls
                     .call_with(&key, KERNEL_TIMEOUT, move |call| {
                         device::nfs(&device, &dir, &resolved, call)
                     })
@@ -266,31 +271,36 @@ impl LinuxHost {
                 disk, filesystem, ..
             } => {
                 let (staged, resolved) = (self.staged_disk(&disk)?, resolved.clone());
-                let (given, giver) = (staged.clone(), self.giver(resolved.qualified_plugin()));
+                let (given, ownership_changer) = (
+                    staged.clone(),
+                    self.ownership_changer(resolved.qualified_plugin()),
+                );
                 let own = dir.clone();
                 let outcome = self
-                    .patient
+                    .calls
                     .call_with(&key, KERNEL_TIMEOUT, move |call| {
-                        let to = device::Target::new([&staged, &dir], owner, &giver, call);
+                        let to =
+                            device::Target::new([&staged, &dir], owner, &ownership_changer, call);
                         device::remote(&disk, &filesystem, &resolved, &to)
                     })
                     .await;
-                return self.or_giving(outcome, &[&given], &own, owner);
+                return self.with_ownership_progress(outcome, &[&given], &own, owner);
             }
             Source::Local {
                 path, filesystem, ..
             } => {
                 let (staged, resolved) = (self.staged(&resolved.name)?, resolved.clone());
-                let giver = self.giver(resolved.qualified_plugin());
+                let ownership_changer = self.ownership_changer(resolved.qualified_plugin());
                 let (given, source, own) = (staged.clone(), PathBuf::from(&path), dir.clone());
                 let outcome = self
-                    .patient
+                    .calls
                     .call_with(&key, KERNEL_TIMEOUT, move |call| {
-                        let to = device::Target::new([&staged, &dir], owner, &giver, call);
+                        let to =
+                            device::Target::new([&staged, &dir], owner, &ownership_changer, call);
                         device::local(Path::new(&path), &filesystem, &resolved, &to)
                     })
                     .await;
-                return self.or_giving(outcome, &[&given, &source], &own, owner);
+                return self.with_ownership_progress(outcome, &[&given, &source], &own, owner);
             }
         };
         Ok(done?)
@@ -311,7 +321,7 @@ impl LinuxHost {
         let (path, staged) = (PathBuf::from(path), self.staged(&resolved.name)?);
         let key = format!("{uid}/{}/size", resolved.volume);
         let grow = move |call: &Call| device::grow(&path, &staged, call);
-        self.patient.call_with(&key, KERNEL_TIMEOUT, grow).await
+        self.calls.call_with(&key, KERNEL_TIMEOUT, grow).await
     }
 
     /// Attaches a disk that a pod uses as a block device, under the volume's name.
@@ -326,11 +336,11 @@ impl LinuxHost {
         let list = self.pod_dir(uid)?.join("volumeDevices").join(disk.plugin());
         let (mark, link) = (place.join(segment(uid)?), list.join(segment(name)?));
         let map = move || disks::map(&disk, &place, [&mark, &link]);
-        self.patient.call(key, KERNEL_TIMEOUT, map).await
+        self.calls.call(key, KERNEL_TIMEOUT, map).await
     }
 
     /// Sets up a volume, and unmounts it if the call was cancelled meanwhile.
-    async fn make_if_wanted(
+    async fn make_unless_cancelled(
         &self,
         key: &str,
         dir: PathBuf,
@@ -338,9 +348,9 @@ impl LinuxHost {
     ) -> Result<(), HostError> {
         let work = move |call: &Call| {
             make(&dir)?;
-            directory::undo_if_unwanted(&dir, call)
+            directory::undo_if_cancelled(&dir, call)
         };
-        self.patient.call_with(key, KERNEL_TIMEOUT, work).await
+        self.calls.call_with(key, KERNEL_TIMEOUT, work).await
     }
 
     pub(in crate::host) async fn source(
@@ -389,11 +399,11 @@ impl LinuxHost {
             }
             make(&places, 0o750)?;
             let target = places.join(index.to_string());
-            device::bind_if_wanted(&found, &target, call, target.display().to_string())
+            device::bind_unless_cancelled(&found, &target, call, target.display().to_string())
                 .map_err(|error| hidden("prepare subPath", error))?;
             Ok(target)
         };
-        self.patient.call_with(&key, KERNEL_TIMEOUT, work).await
+        self.calls.call_with(&key, KERNEL_TIMEOUT, work).await
     }
 
     pub(in crate::host) async fn read(

@@ -8,27 +8,27 @@ use crate::core::lock::lock;
 use crate::host::HostError;
 
 /// The locked paths.
-static TAKEN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+static LOCKED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
 /// The lock of a path, held until it is dropped.
-pub(in crate::host) struct Turn(PathBuf);
+pub(in crate::host) struct StagingLock(PathBuf);
 
-impl Turn {
+impl StagingLock {
     /// Locks a path; `None` if it is already locked.
-    pub(in crate::host) fn at(place: &Path) -> Option<Turn> {
-        let mut all = lock(&TAKEN);
-        all.insert(place.into()).then(|| Turn(place.into()))
+    pub(in crate::host) fn try_lock(place: &Path) -> Option<StagingLock> {
+        let mut all = lock(&LOCKED);
+        all.insert(place.into()).then(|| StagingLock(place.into()))
     }
 
-    /// Like [`Turn::at`], with the error for a pod whose volume is being set up.
-    pub(in crate::host) fn of_pod(place: &Path) -> Result<Turn, HostError> {
+    /// Like [`StagingLock::try_lock`], with the error for a pod whose volume is being set up.
+    pub(in crate::host) fn lock_for_pod(place: &Path) -> Result<StagingLock, HostError> {
         let taken = "another pod is mounting or unmounting the volume";
-        Turn::at(place).ok_or_else(|| HostError::under_way(taken))
+        StagingLock::try_lock(place).ok_or_else(|| HostError::under_way(taken))
     }
 }
 
-impl Drop for Turn {
+impl Drop for StagingLock {
     fn drop(&mut self) {
-        lock(&TAKEN).remove(&self.0);
+        lock(&LOCKED).remove(&self.0);
     }
 }

@@ -20,11 +20,11 @@ use nix::errno::Errno;
 use nix::mount::MntFlags;
 
 use super::KERNEL_TIMEOUT;
-use super::staging_lock::Turn;
+use super::staging_lock::StagingLock;
 use super::{csi, disks, mapped};
 use crate::core::lock::lock;
 use crate::host::linux::{LinuxHost, remove, segment};
-use crate::host::{HostError, OnTakenAway, TakenAway, blocking};
+use crate::host::{HostError, OnRemoval, VolumeRemoval, blocking};
 use crate::sys::failure::doing;
 use crate::sys::mount::{self, Mount};
 
@@ -32,7 +32,7 @@ use crate::sys::mount::{self, Mount};
 pub(in crate::host) const FORCE_AFTER: Duration = Duration::from_secs(60);
 
 /// The plugins whose volumes the agent creates, and removes together with their contents.
-const MADE: [&str; 5] = [
+const AGENT_PLUGINS: [&str; 5] = [
     "kubernetes.io~empty-dir",
     "kubernetes.io~configmap",
     "kubernetes.io~downward-api",
@@ -40,10 +40,10 @@ const MADE: [&str; 5] = [
     "kubernetes.io~secret",
 ];
 /// The plugin whose volumes are removed by their drivers.
-const DRIVERS: &str = "kubernetes.io~csi";
+const CSI_PLUGIN: &str = "kubernetes.io~csi";
 
 /// A volume in a pod's directory.
-struct Place {
+struct Volume {
     /// The directory name of its plugin.
     plugin: String,
     dir: PathBuf,
@@ -52,16 +52,16 @@ struct Place {
 }
 
 /// The volumes in a pod's directory, except those of CSI drivers. Does not access mounts, which may hang.
-fn places(pod: &Path) -> Vec<Place> {
+fn places(pod: &Path) -> Vec<Volume> {
     let listed = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten();
     let mut found = vec![];
     for (below, block) in [("volumes", false), ("volumeDevices", true)] {
         for plugin in listed(&pod.join(below)) {
             let name = plugin.file_name().to_string_lossy().into_owned();
-            if name == DRIVERS {
+            if name == CSI_PLUGIN {
                 continue;
             }
-            found.extend(listed(&plugin.path()).map(|volume| Place {
+            found.extend(listed(&plugin.path()).map(|volume| Volume {
                 plugin: name.clone(),
                 dir: volume.path(),
                 block,
@@ -79,40 +79,40 @@ fn is_remote(kind: &str) -> bool {
 
 /// Why an unmount did not succeed.
 #[derive(Debug)]
-enum Refusal {
+enum UnmountError {
     /// The kernel has not answered: it waits for a server or program.
-    Silent(HostError),
+    Pending(HostError),
     /// The kernel has returned this error.
-    Refused(PathBuf, Errno),
+    Failed(PathBuf, Errno),
     /// The call was not made.
-    Unasked(HostError),
+    NotAttempted(HostError),
 }
 
-impl Refusal {
+impl UnmountError {
     /// Whether the server appears to be lost. A responsive server may still receive unwritten data.
-    fn is_of_a_lost_server(&self) -> bool {
+    fn is_server_lost(&self) -> bool {
         match self {
-            Refusal::Silent(_) => true,
-            Refusal::Refused(_, error) => matches!(error, Errno::EIO | Errno::ESTALE),
-            Refusal::Unasked(_) => false,
+            UnmountError::Pending(_) => true,
+            UnmountError::Failed(_, error) => matches!(error, Errno::EIO | Errno::ESTALE),
+            UnmountError::NotAttempted(_) => false,
         }
     }
 }
 
-impl From<HostError> for Refusal {
-    fn from(error: HostError) -> Refusal {
+impl From<HostError> for UnmountError {
+    fn from(error: HostError) -> UnmountError {
         match error.is_under_way() {
-            true => Refusal::Silent(error),
-            false => Refusal::Unasked(error),
+            true => UnmountError::Pending(error),
+            false => UnmountError::NotAttempted(error),
         }
     }
 }
 
-impl From<Refusal> for HostError {
-    fn from(refusal: Refusal) -> HostError {
-        match refusal {
-            Refusal::Silent(why) | Refusal::Unasked(why) => why,
-            Refusal::Refused(point, error) => {
+impl From<UnmountError> for HostError {
+    fn from(error: UnmountError) -> HostError {
+        match error {
+            UnmountError::Pending(why) | UnmountError::NotAttempted(why) => why,
+            UnmountError::Failed(point, error) => {
                 let busy = match error {
                     Errno::EBUSY => {
                         "; files in it are open: the unmount is not forced, because unwritten data would be lost; retrying"
@@ -129,12 +129,12 @@ impl From<Refusal> for HostError {
 }
 
 /// Whether the outcome is final. A pending call reports its outcome when it completes.
-fn has_ended<T>(outcome: &Result<T, HostError>) -> bool {
+fn is_final<T>(outcome: &Result<T, HostError>) -> bool {
     !outcome.as_ref().is_err_and(HostError::is_under_way)
 }
 
 /// The key of a pending unmount.
-fn unmounting(point: &Path, flags: MntFlags) -> String {
+fn unmount_key(point: &Path, flags: MntFlags) -> String {
     format!("unmount {} {flags:?}", point.display())
 }
 
@@ -144,18 +144,18 @@ impl LinuxHost {
     pub(in crate::host) async fn tear_down(
         &self,
         uid: &str,
-        each: OnTakenAway<'_>,
+        each: OnRemoval<'_>,
     ) -> Result<(), HostError> {
         let failed = || doing("volumes cannot be unmounted");
-        self.end_setting_up(uid).await?;
+        self.cancel_setup(uid).await?;
         self.release_mapped(uid).await.map_err(failed())?;
         let dir = self.pod_dir(uid)?;
-        let look = move || {
+        let inspect = move || {
             let dir = fs::canonicalize(&dir).unwrap_or(dir);
             let table = mount::table()?;
-            Ok((places(&dir), table, csi::noted_in(&dir), dir))
+            Ok((places(&dir), table, csi::recorded_in(&dir), dir))
         };
-        let (places, table, noted, dir) = blocking(look).await?;
+        let (places, table, recorded, dir) = blocking(inspect).await?;
         let had: BTreeSet<&str> = table
             .iter()
             .filter(|m| m.point.starts_with(&dir))
@@ -165,9 +165,9 @@ impl LinuxHost {
         let work = places.into_iter().map(|place| async {
             let (begun, plugin, block) =
                 (Instant::now(), place.plugin.replace('~', "/"), place.block);
-            let outcome = self.take_away(place, &dir, &table).await;
-            if has_ended(&outcome) {
-                each(TakenAway {
+            let outcome = self.clean_up(place, &dir, &table).await;
+            if is_final(&outcome) {
+                each(VolumeRemoval {
                     plugin,
                     block,
                     staged: false,
@@ -181,18 +181,18 @@ impl LinuxHost {
             outcome.map_err(failed())?;
         }
         // Unmount subPath mounts and mounts of other programs, but not what drivers still have to unmount.
-        let is_known = |mount: &Mount| noted.iter().any(|dir| mount.point.starts_with(dir));
+        let is_known = |mount: &Mount| recorded.iter().any(|dir| mount.point.starts_with(dir));
         self.unmount_below(&dir, is_known).await.map_err(failed())?;
         self.unstage_idle(&had, each).await.map_err(failed())?;
-        self.let_sessions_go(uid).await.map_err(failed())
+        self.log_out_unused(uid).await.map_err(failed())
     }
 
     /// Cancels the pending setup of a pod's volumes and waits for a limited time. A call
     /// that never returns, such as an access to a dead filesystem, must not block pod
     /// termination. A mount that completes later detects the cancellation and undoes itself.
-    async fn end_setting_up(&self, uid: &str) -> Result<(), HostError> {
+    async fn cancel_setup(&self, uid: &str) -> Result<(), HostError> {
         let begun = format!("{}/", segment(uid)?);
-        if let Err(progress) = self.patient.cancel(&begun, KERNEL_TIMEOUT).await {
+        if let Err(progress) = self.calls.cancel(&begun, KERNEL_TIMEOUT).await {
             tracing::warn!(
                 %progress,
                 uid,
@@ -206,7 +206,7 @@ impl LinuxHost {
     async fn unstage_idle(
         &self,
         had: &BTreeSet<&str>,
-        each: OnTakenAway<'_>,
+        each: OnRemoval<'_>,
     ) -> Result<(), HostError> {
         let (staging, pods) = (self.staging(), self.root.join("pods"));
         // Read again, because this pod's volumes were unmounted.
@@ -223,9 +223,9 @@ impl LinuxHost {
             let (key, pods) = (staged.point.display().to_string(), pods.clone());
             let (own, staged) = (had.contains(staged.device.as_str()), staged.clone());
             let work = move || unstage(&pods, &staged);
-            let outcome = self.patient.call(&key, KERNEL_TIMEOUT, work).await;
-            if outcome != Ok(false) && has_ended(&outcome) {
-                each(TakenAway {
+            let outcome = self.calls.call(&key, KERNEL_TIMEOUT, work).await;
+            if outcome != Ok(false) && is_final(&outcome) {
+                each(VolumeRemoval {
                     plugin: plugin.into(),
                     block: false,
                     staged: true,
@@ -236,7 +236,7 @@ impl LinuxHost {
             match outcome {
                 // A hanging device of another pod must not block this one.
                 Err(error) if own => return Err(error),
-                Err(error) => self.staying.log(&key, &error),
+                Err(error) => self.orphans.log(&key, &error),
                 Ok(_) => {}
             }
         }
@@ -244,14 +244,14 @@ impl LinuxHost {
     }
 
     /// Removes a volume of the pod with this directory: unmounts it and removes the files that the agent has created.
-    async fn take_away(&self, place: Place, pod: &Path, table: &[Mount]) -> Result<(), HostError> {
+    async fn clean_up(&self, place: Volume, pod: &Path, table: &[Mount]) -> Result<(), HostError> {
         for mount in mount::among(table, &place.dir) {
             self.unmount(mount).await?;
         }
         let name = place.dir.file_name().unwrap_or_default();
         let mark = pod.join("plugins").join(&place.plugin).join(name);
         blocking(move || {
-            if MADE.contains(&place.plugin.as_str()) {
+            if AGENT_PLUGINS.contains(&place.plugin.as_str()) {
                 remove(&mark)?;
                 return remove(&place.dir);
             }
@@ -274,22 +274,22 @@ impl LinuxHost {
     /// Removes the mounts that a kubelet has created for a pod's block devices.
     async fn release_mapped(&self, uid: &str) -> Result<(), HostError> {
         let (root, own) = (self.root.clone(), segment(uid)?.to_owned());
-        let look = move || {
+        let inspect = move || {
             let root = fs::canonicalize(&root).unwrap_or(root);
             let table = mount::table()?;
             Ok(mapped::of_pod(&root, &own, &table))
         };
-        for point in blocking(look).await? {
+        for point in blocking(inspect).await? {
             let key = format!("release {}", point.display());
             let work = move || mapped::release(&point);
-            self.patient.call(&key, KERNEL_TIMEOUT, work).await?;
+            self.calls.call(&key, KERNEL_TIMEOUT, work).await?;
         }
         Ok(())
     }
 
     /// Unmounts subPath mounts and a kubelet's mounts of block devices. Must precede the driver's unpublish call.
     pub(in crate::host) async fn unbind_sub_paths(&self, uid: &str) -> Result<(), HostError> {
-        self.end_setting_up(uid).await?;
+        self.cancel_setup(uid).await?;
         self.release_mapped(uid).await?;
         let dir = self.pod_dir(uid)?.join("volume-subpaths");
         self.unmount_below(&dir, |_| false)
@@ -323,24 +323,24 @@ impl LinuxHost {
 
     async fn unmount(&self, mount: Mount) -> Result<(), HostError> {
         let point = mount.point.clone();
-        let Err(refusal) = self.unmount_with(&point, MntFlags::empty()).await else {
+        let Err(error) = self.unmount_with(&point, MntFlags::empty()).await else {
             return self.unmounted(&point);
         };
-        if !is_remote(&mount.kind) || !refusal.is_of_a_lost_server() {
+        if !is_remote(&mount.kind) || !error.is_server_lost() {
             // The server has answered: restart the timeout.
-            lock(&self.silent).remove(&point);
-            return Err(refusal.into());
+            lock(&self.unresponsive).remove(&point);
+            return Err(error.into());
         }
-        let first = *lock(&self.silent)
+        let first = *lock(&self.unresponsive)
             .entry(point.clone())
             .or_insert_with(Instant::now);
         if first.elapsed() < self.force_after {
-            return Err(refusal.into());
+            return Err(error.into());
         }
         tracing::warn!(
             mount = %point.display(),
             kind = mount.kind,
-            why = %HostError::from(refusal),
+            why = %HostError::from(error),
             "force-unmounting a network volume whose server does not respond: unwritten data is lost"
         );
         let device = mount.device;
@@ -357,20 +357,21 @@ impl LinuxHost {
     }
 
     fn unmounted(&self, point: &Path) -> Result<(), HostError> {
-        lock(&self.silent).remove(point);
+        lock(&self.unresponsive).remove(point);
         Ok(())
     }
 
-    async fn unmount_with(&self, point: &Path, flags: MntFlags) -> Result<(), Refusal> {
-        let (key, own) = (unmounting(point, flags), point.to_owned());
-        let work =
-            move || mount::try_unmount(&own, flags).map_err(|error| Refusal::Refused(own, error));
-        self.patient.call(&key, KERNEL_TIMEOUT, work).await
+    async fn unmount_with(&self, point: &Path, flags: MntFlags) -> Result<(), UnmountError> {
+        let (key, own) = (unmount_key(point, flags), point.to_owned());
+        let work = move || {
+            mount::try_unmount(&own, flags).map_err(|error| UnmountError::Failed(own, error))
+        };
+        self.calls.call(&key, KERNEL_TIMEOUT, work).await
     }
 
     /// Logs out of disks that no pod uses: block devices of this
     /// pod, and leftovers of failed setups or of a killed agent.
-    async fn let_sessions_go(&self, uid: &str) -> Result<(), HostError> {
+    async fn log_out_unused(&self, uid: &str) -> Result<(), HostError> {
         let (iscsi, mark) = (
             self.root.join("plugins/kubernetes.io/iscsi"),
             segment(uid)?.to_owned(),
@@ -378,7 +379,7 @@ impl LinuxHost {
         let found = blocking(move || {
             let mut own = BTreeSet::new();
             for place in disks::places(&iscsi.join("volumeDevices")) {
-                if disks::unmark(&place.join(&mark))? {
+                if disks::remove_mark(&place.join(&mark))? {
                     own.insert(place);
                 }
             }
@@ -390,12 +391,14 @@ impl LinuxHost {
         for (own, place) in found.await? {
             let key = place.display().to_string();
             match self
-                .patient
-                .call(&key, KERNEL_TIMEOUT, move || disks::end_if_idle(&place))
+                .calls
+                .call(&key, KERNEL_TIMEOUT, move || {
+                    disks::log_out_if_unused(&place)
+                })
                 .await
             {
                 Err(error) if own => return Err(error),
-                Err(error) => self.staying.log(&key, &error),
+                Err(error) => self.orphans.log(&key, &error),
                 Ok(()) => {}
             }
         }
@@ -412,7 +415,7 @@ fn is_in_use(staged: &Mount, table: &[Mount], pods: &Path) -> bool {
 /// Unmounts a global mount if no pod uses it. Returns whether it was unmounted.
 fn unstage(pods: &Path, staged: &Mount) -> Result<bool, HostError> {
     // The holder of the lock is about to use the mount, or is unmounting it.
-    let Some(_turn) = Turn::at(&staged.point) else {
+    let Some(_lock) = StagingLock::try_lock(&staged.point) else {
         return Ok(false);
     };
     let table = mount::table()?;
@@ -426,7 +429,7 @@ fn unstage(pods: &Path, staged: &Mount) -> Result<bool, HostError> {
         tracing::warn!(%error, %point, "flushing a volume failed; recently written data may be lost");
     }
     mount::unmount_all(&staged.point)?;
-    disks::end_session(&staged.point)?;
+    disks::log_out_if_last(&staged.point)?;
     fs::remove_dir(&staged.point).map_err(doing(format!(
         "{} cannot be removed",
         staged.point.display()
@@ -460,23 +463,23 @@ pub(super) mod tests {
     }
 
     /// Blocks until a message arrives.
-    fn held(until: Receiver<()>) -> Result<(), HostError> {
+    fn block_until(until: Receiver<()>) -> Result<(), HostError> {
         until.recv().expect("a message");
         Ok(())
     }
 
     #[test]
     fn only_an_unresponsive_server_causes_a_forced_unmount() {
-        let refused = |error| Refusal::Refused("/v".into(), error);
+        let refused = |error| UnmountError::Failed("/v".into(), error);
         for (error, expected) in [
             (HostError::under_way("no answer"), true),
             // The kernel was not called, so the server's state is unknown.
             (HostError::failed("spawning a thread failed"), false),
             (Errno::ENOENT.into(), false),
         ] {
-            let refusal = Refusal::from(error.clone());
-            assert_eq!(refusal.is_of_a_lost_server(), expected, "{error}");
-            assert_eq!(HostError::from(refusal), error);
+            let outcome = UnmountError::from(error.clone());
+            assert_eq!(outcome.is_server_lost(), expected, "{error}");
+            assert_eq!(HostError::from(outcome), error);
         }
         for (error, expected) in [
             (Errno::EIO, true),
@@ -485,7 +488,7 @@ pub(super) mod tests {
             (Errno::EPERM, false),
             (Errno::EAGAIN, false),
         ] {
-            assert_eq!(refused(error).is_of_a_lost_server(), expected, "{error}");
+            assert_eq!(refused(error).is_server_lost(), expected, "{error}");
         }
         assert!(is_busy(&refused(Errno::EBUSY).into()));
     }
@@ -537,21 +540,21 @@ pub(super) mod tests {
         let (release, answer) = std::sync::mpsc::channel::<()>();
         let real = fs::canonicalize(dir.path()).expect("a path");
         let real = real.join("disk/pods/u/volumes/kubernetes.io~nfs/v");
-        let key = unmounting(&real, MntFlags::empty());
-        let silent = move || held(answer);
-        let hung = host.patient.call(&key, Duration::from_millis(1), silent);
+        let key = unmount_key(&real, MntFlags::empty());
+        let silent = move || block_until(answer);
+        let hung = host.calls.call(&key, Duration::from_millis(1), silent);
         assert!(hung.await.is_err(), "the call timed out");
         host.force_after = FORCE_AFTER;
-        let told = std::sync::Mutex::new(vec![]);
-        let each = |taken: TakenAway| lock(&told).push(taken.has_failed);
+        let failures = std::sync::Mutex::new(vec![]);
+        let each = |taken: VolumeRemoval| lock(&failures).push(taken.has_failed);
         let waits = host.tear_down("u", &each).await;
         assert!(waits.is_err_and(|e| e.is_under_way() && e.message.contains("not answered")));
         assert!(is_mounted(), "not before the timeout");
-        assert!(lock(&told).is_empty(), "no result is reported yet");
+        assert!(lock(&failures).is_empty(), "no result is reported yet");
         host.force_after = Duration::ZERO;
         assert_eq!(host.tear_down("u", &each).await, Ok(()));
         assert!(!is_mounted());
-        assert_eq!(*lock(&told), [false]);
+        assert_eq!(*lock(&failures), [false]);
         release.send(()).expect("it waits");
     }
 
@@ -662,12 +665,12 @@ pub(super) mod tests {
         let (release, held) = std::sync::mpsc::channel::<()>();
         let hang = move || held.recv().map_err(|e| HostError::failed(e.to_string()));
         let key = staged.display().to_string();
-        let looked = host.patient.call(&key, Duration::ZERO, hang).await;
+        let staging_call = host.calls.call(&key, Duration::ZERO, hang).await;
         let outcome = host.tear_down("u", &|_| ()).await;
         release.send(()).expect("it waits");
         let are_mounted = [&staged, &mapped].map(|p| mount::is_mounted(p).expect("checked"));
         mount::unmount_all(&host.root).expect("unmounted");
-        assert!(looked.is_err());
+        assert!(staging_call.is_err());
         assert_eq!(are_mounted, [true; 2]);
         assert_eq!(outcome, Ok(()));
     }
@@ -769,18 +772,16 @@ pub(super) mod tests {
         fs::create_dir_all(&point).expect("mkdir");
         let late = point.clone();
         let (release, until) = std::sync::mpsc::channel();
-        let mounting = host
-            .patient
-            .call("u/v", Duration::from_millis(20), move || {
-                held(until)?;
-                std::thread::sleep(Duration::from_millis(300));
-                mount::tmpfs(&late, 0).map_err(HostError::from)
-            });
+        let mounting = host.calls.call("u/v", Duration::from_millis(20), move || {
+            block_until(until)?;
+            std::thread::sleep(Duration::from_millis(300));
+            mount::tmpfs(&late, 0).map_err(HostError::from)
+        });
         assert!(mounting.await.is_err(), "the call timed out");
         release.send(()).expect("it waits");
         assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
         assert!(!mount::is_mounted(&point).expect("checked"));
-        assert_eq!(host.patient.under_way(), 0);
+        assert_eq!(host.calls.pending(), 0);
     }
 
     #[tokio::test(start_paused = true)]
@@ -789,10 +790,10 @@ pub(super) mod tests {
         let host = host(dir.path());
         fs::create_dir_all(host.root.join("pods/u")).expect("mkdir");
         let (release, until) = std::sync::mpsc::channel();
-        let looking = host
-            .patient
-            .call("u/v", Duration::from_millis(20), move || held(until));
-        assert!(looking.await.is_err(), "the call timed out");
+        let setup = host
+            .calls
+            .call("u/v", Duration::from_millis(20), move || block_until(until));
+        assert!(setup.await.is_err(), "the call timed out");
         assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
         release.send(()).expect("it waits");
     }

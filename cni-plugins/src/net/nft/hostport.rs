@@ -16,8 +16,8 @@ use super::expression::{
     Verdict, address_is, for_this_host, interface_is, masquerade, octets, port_is, protocol_is,
     redirect, verdict,
 };
-use super::{Family, Hook, Mark, Nft, Rule, Table};
-use crate::cni::{Owner, is_left_over};
+use super::{Family, Hook, Nft, OwnerMark, Rule, Table};
+use crate::cni::{Owner, is_orphaned};
 use crate::net::netlink::{Attributes, Message};
 
 const TABLES: [Table; 2] = [
@@ -109,10 +109,10 @@ fn scaffold(table: Table) -> Vec<Message> {
         table.hooked(PREROUTING, nat(0, -100)),
         table.hooked("output", nat(3, -100)),
         masquerading(table),
-        table.append(ALL, &[verdict(Verdict::Jump(BY_ADDRESS))], Mark::None),
-        table.append(ALL, &[verdict(Verdict::Jump(PORTS))], Mark::None),
-        table.append(PREROUTING, &local, Mark::None),
-        table.append("output", &local, Mark::None),
+        table.append(ALL, &[verdict(Verdict::Jump(BY_ADDRESS))], OwnerMark::None),
+        table.append(ALL, &[verdict(Verdict::Jump(PORTS))], OwnerMark::None),
+        table.append(PREROUTING, &local, OwnerMark::None),
+        table.append("output", &local, OwnerMark::None),
     ]
 }
 
@@ -155,7 +155,7 @@ impl Plan {
 
     fn rules(&self, owner: &Owner, container: &str) -> Vec<Message> {
         let table = table(self.container.is_ipv4());
-        let mark = Mark::Both {
+        let mark = OwnerMark::Both {
             comment: container,
             key: owner.key(),
         };
@@ -257,6 +257,6 @@ pub fn collect(
     is_gone: impl Fn(&str) -> bool,
 ) -> io::Result<()> {
     nft.delete(&chains(), |rule| {
-        is_left_over(&rule.mark, network, keep) || id_by_reference(rule).is_some_and(&is_gone)
+        is_orphaned(&rule.mark, network, keep) || id_by_reference(rule).is_some_and(&is_gone)
     })
 }

@@ -10,8 +10,8 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 
 use super::expression::{Verdict, address_is, counter, extension, interface_is, octets, verdict};
-use super::{Family, Hook, Mark, Nft, Rule, Table, missing_is_fine};
-use crate::cni::{Owner, digest, is_left_over};
+use super::{Family, Hook, Nft, OwnerMark, Rule, Table, ignore_missing};
+use crate::cni::{Owner, digest, is_orphaned};
 use crate::net::netlink::{Attributes, Message};
 
 const NAT: [Table; 2] = [
@@ -66,7 +66,7 @@ pub fn is_legacy(table: &str) -> bool {
 /// A hint for an error about missing rules: the reference may have
 /// created them with legacy iptables. Empty if it cannot have.
 #[must_use]
-pub fn unseen() -> &'static str {
+pub fn legacy_hint() -> &'static str {
     if is_legacy("nat") {
         "; this host also has legacy iptables rules, which this check does not read (see iptables-legacy -t nat -S)"
     } else {
@@ -85,18 +85,18 @@ fn drop_chain(nft: &mut Nft, entries: &[&str], chain: &str) -> io::Result<()> {
         if !nft.has(table, chain)? {
             continue;
         }
-        let mut doomed = vec![];
+        let mut to_delete = vec![];
         for entry in entries {
             let jumps = |r: &&Rule| r.target.as_deref() == Some(chain);
-            doomed.extend(
+            to_delete.extend(
                 nft.rules(table, entry)?
                     .iter()
                     .filter(jumps)
                     .map(|r| table.delete(entry, r)),
             );
         }
-        doomed.extend(table.remove(chain));
-        missing_is_fine(nft.commit(doomed))?;
+        to_delete.extend(table.remove(chain));
+        ignore_missing(nft.commit(to_delete))?;
     }
     Ok(())
 }
@@ -111,7 +111,7 @@ fn collect_chains(
     kept: &BTreeSet<String>,
 ) -> io::Result<()> {
     let of_network = format!("name: \"{network}\" id: \"");
-    let mut doomed = BTreeSet::new();
+    let mut to_delete = BTreeSet::new();
     for table in NAT {
         let rules = nft.rules(table, entry)?;
         let marked = rules.iter().filter(|r| {
@@ -119,9 +119,9 @@ fn collect_chains(
             before.is_some_and(|words| ["", "dnat ", "snat "].contains(&words))
         });
         let chains = marked.filter_map(|r| r.target.clone());
-        doomed.extend(chains.filter(|c| c.starts_with(prefix) && !kept.contains(c)));
+        to_delete.extend(chains.filter(|c| c.starts_with(prefix) && !kept.contains(c)));
     }
-    doomed
+    to_delete
         .iter()
         .try_for_each(|chain| drop_chain(nft, &[entry], chain))
 }
@@ -208,7 +208,7 @@ fn comment(text: &str) -> Attributes {
 }
 
 /// `-m conntrack --ctstate RELATED,ESTABLISHED`: `struct xt_conntrack_mtinfo3`, with only the states set.
-fn answers() -> Attributes {
+fn match_established() -> Attributes {
     const MATCH_FLAGS: usize = 146;
     const STATE_MASK: usize = 150;
     const STATE: u16 = 1;
@@ -279,7 +279,7 @@ fn jump(
 
 /// Accepts packets from `addresses` and the replies to them.
 pub fn allow(addresses: &[IpAddr], admin: &str, owner: &Owner) -> io::Result<()> {
-    Nft::open()?.agree(|nft| {
+    Nft::open()?.commit_if_unchanged(|nft| {
         let mut messages = vec![];
         for table in families(FILTER, addresses) {
             messages.extend(missing_chains(nft, table, &[OURS, admin])?);
@@ -304,16 +304,16 @@ pub fn allow(addresses: &[IpAddr], admin: &str, owner: &Owner) -> io::Result<()>
                 }
                 let host = IpNet::from(*address);
                 let mut back = address_is(false, host, true);
-                back.push(answers());
+                back.push(match_established());
                 messages.push(table.append(
                     OURS,
                     &end(back, Verdict::Accept),
-                    Mark::Key(&owner.comment),
+                    OwnerMark::Key(&owner.comment),
                 ));
                 messages.push(table.append(
                     OURS,
                     &end(address_is(true, host, true), Verdict::Accept),
-                    Mark::Key(&owner.comment),
+                    OwnerMark::Key(&owner.comment),
                 ));
             }
         }
@@ -344,14 +344,14 @@ pub fn allows(addresses: &[IpAddr]) -> io::Result<bool> {
 pub fn disallow(addresses: &[IpAddr], owner: &Owner) -> io::Result<()> {
     let chains = FILTER.map(|table| (table, OURS));
     let of_reference = |r: &Rule| r.mark.is_empty() && addresses.iter().any(|a| is_about(r, *a));
-    Nft::clean(|nft| nft.delete(&chains, |r| owner.has(&r.mark) || of_reference(r))).map(drop)
+    Nft::clean_up(|nft| nft.delete(&chains, |r| owner.has(&r.mark) || of_reference(r))).map(drop)
 }
 
 /// Removes the rules of attachments that are not in `keep`.
 pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
-    Nft::clean(|nft| {
+    Nft::clean_up(|nft| {
         nft.delete(&FILTER.map(|table| (table, OURS)), |r| {
-            is_left_over(&r.mark, network, keep)
+            is_orphaned(&r.mark, network, keep)
         })
     })
     .map(drop)
@@ -368,7 +368,7 @@ pub fn isolate(bridge: &str, within: bool, addresses: &[IpAddr]) -> io::Result<(
         "CNI firewall plugin rules (ingressPolicy: {})",
         if within { "isolated" } else { "same-bridge" }
     );
-    Nft::open()?.agree(|nft| {
+    Nft::open()?.commit_if_unchanged(|nft| {
         let mut messages = vec![];
         for table in families(FILTER, addresses) {
             messages.extend(missing_chains(nft, table, &STAGES)?);
@@ -397,7 +397,7 @@ pub fn isolate(bridge: &str, within: bool, addresses: &[IpAddr]) -> io::Result<(
                     messages.push(table.append(
                         stage,
                         &end(vec![comment(&text)], Verdict::Return),
-                        Mark::None,
+                        OwnerMark::None,
                     ));
                 }
             }

@@ -6,8 +6,8 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 
 use super::expression::{Verdict, address_is, family_is, masquerade, verdict};
-use super::{Family, Hook, Mark, Nft, Table, iptables};
-use crate::cni::{Owner, is_left_over};
+use super::{Family, Hook, Nft, OwnerMark, Table, iptables};
+use crate::cni::{Owner, is_orphaned};
 use crate::net::netlink::Message;
 
 const TABLE: Table = Table {
@@ -24,7 +24,7 @@ fn scaffold() -> Vec<Message> {
         let mut list = family_is(net.addr().is_ipv4());
         list.extend(address_is(false, net, true));
         list.push(verdict(Verdict::Return));
-        TABLE.append(POSTROUTING, &list, Mark::None)
+        TABLE.append(POSTROUTING, &list, OwnerMark::None)
     };
     vec![
         TABLE.create(),
@@ -39,7 +39,11 @@ fn scaffold() -> Vec<Message> {
         ),
         multicast(v4),
         multicast(v6),
-        TABLE.append(POSTROUTING, &[verdict(Verdict::Goto(CHECKS))], Mark::None),
+        TABLE.append(
+            POSTROUTING,
+            &[verdict(Verdict::Goto(CHECKS))],
+            OwnerMark::None,
+        ),
     ]
 }
 
@@ -53,7 +57,7 @@ pub fn add(addresses: &[IpNet], owner: &Owner) -> io::Result<()> {
             list.extend(address_is(true, host, true));
             list.extend(address_is(false, address.trunc(), false));
             list.push(masquerade());
-            TABLE.append(CHECKS, &list, Mark::Comment(&owner.comment))
+            TABLE.append(CHECKS, &list, OwnerMark::Comment(&owner.comment))
         })
         .collect();
     Nft::open()?.add(TABLE, POSTROUTING, scaffold, &rules)
@@ -67,9 +71,9 @@ pub fn remove(nft: &mut Nft, owner: &Owner) -> io::Result<()> {
 /// Removes the rules of attachments that are not in `keep`, including
 /// those that the reference has created in the tables of iptables.
 pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
-    Nft::clean(|nft| {
+    Nft::clean_up(|nft| {
         nft.delete(&[(TABLE, CHECKS)], |rule| {
-            is_left_over(&rule.mark, network, keep)
+            is_orphaned(&rule.mark, network, keep)
         })?;
         iptables::collect_masquerades(nft, network, keep)
     })

@@ -69,7 +69,7 @@ pub struct Hook {
 
 /// The owner that a rule records.
 #[derive(Debug, Clone, Copy)]
-pub enum Mark<'a> {
+pub enum OwnerMark<'a> {
     /// No owner: the rule is shared.
     None,
     /// A comment, which nft displays.
@@ -122,7 +122,13 @@ impl Table {
             .text(chain::TYPE, hook.kind)
     }
 
-    fn rule(self, flags: u16, chain: &str, expressions: &[Attributes], mark: Mark<'_>) -> Message {
+    fn rule(
+        self,
+        flags: u16,
+        chain: &str,
+        expressions: &[Attributes],
+        mark: OwnerMark<'_>,
+    ) -> Message {
         let list = expressions
             .iter()
             .fold(Attributes::new(), |list, expression| {
@@ -133,11 +139,13 @@ impl Table {
             .text(rule::CHAIN, chain)
             .nest(rule::EXPRESSIONS, &list);
         let user_data = match mark {
-            Mark::None => return message,
-            Mark::Comment(text) => user_data(COMMENT, text),
-            Mark::Key(text) => user_data(KEY, text),
-            Mark::Both { comment, key } if comment.len() > LONGEST_COMMENT => user_data(KEY, key),
-            Mark::Both { comment, key } => {
+            OwnerMark::None => return message,
+            OwnerMark::Comment(text) => user_data(COMMENT, text),
+            OwnerMark::Key(text) => user_data(KEY, text),
+            OwnerMark::Both { comment, key } if comment.len() > LONGEST_COMMENT => {
+                user_data(KEY, key)
+            }
+            OwnerMark::Both { comment, key } => {
                 [user_data(COMMENT, comment), user_data(KEY, key)].concat()
             }
         };
@@ -146,14 +154,14 @@ impl Table {
 
     /// Appends a rule to a chain.
     #[must_use]
-    pub fn append(self, chain: &str, expressions: &[Attributes], mark: Mark<'_>) -> Message {
+    pub fn append(self, chain: &str, expressions: &[Attributes], mark: OwnerMark<'_>) -> Message {
         self.rule(APPEND, chain, expressions, mark)
     }
 
     /// Inserts a rule at the beginning of a chain.
     #[must_use]
     pub fn prepend(self, chain: &str, expressions: &[Attributes]) -> Message {
-        self.rule(0, chain, expressions, Mark::None)
+        self.rule(0, chain, expressions, OwnerMark::None)
     }
 
     /// Deletes a rule.
@@ -285,7 +293,7 @@ impl Nft {
 
     /// Runs `work`, which removes rules, and returns the connection.
     /// Returns `None` without running `work` if the kernel has no nftables.
-    pub fn clean(work: impl FnOnce(&mut Nft) -> io::Result<()>) -> io::Result<Option<Nft>> {
+    pub fn clean_up(work: impl FnOnce(&mut Nft) -> io::Result<()>) -> io::Result<Option<Nft>> {
         use nix::errno::Errno::{EINVAL, EOPNOTSUPP, EPROTONOSUPPORT};
         let opened = Nft::open().and_then(|mut nft| nft.probe().map(|()| nft));
         let mut nft = match opened {
@@ -351,7 +359,10 @@ impl Nft {
 
     /// Commits the messages that `plan` returns. Calls `plan`
     /// again if another process has changed the tables in between.
-    pub fn agree(&mut self, plan: impl Fn(&mut Nft) -> io::Result<Vec<Message>>) -> io::Result<()> {
+    pub fn commit_if_unchanged(
+        &mut self,
+        plan: impl Fn(&mut Nft) -> io::Result<Vec<Message>>,
+    ) -> io::Result<()> {
         const RESTART: i32 = 85;
         let mut last = Ok(());
         for _ in 0..ATTEMPTS {
@@ -399,23 +410,24 @@ impl Nft {
         }
     }
 
-    /// Deletes the rules that `gone` selects, in one transaction. Rules that another process has deleted are no error.
+    /// Deletes the rules for which `selects` is true, in one transaction.
+    /// Rules that another process has deleted are no error.
     pub fn delete(
         &mut self,
         chains: &[(Table, &str)],
-        gone: impl Fn(&Rule) -> bool,
+        selects: impl Fn(&Rule) -> bool,
     ) -> io::Result<()> {
         for _ in 0..ATTEMPTS {
-            let mut doomed = vec![];
+            let mut to_delete = vec![];
             for (table, chain) in chains {
-                doomed.extend(
+                to_delete.extend(
                     self.rules(*table, chain)?
                         .iter()
-                        .filter(|r| gone(r))
+                        .filter(|r| selects(r))
                         .map(|r| table.delete(chain, r)),
                 );
             }
-            match self.commit(doomed) {
+            match self.commit(to_delete) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => *self = Nft::open()?,
                 other => return other,
             }
@@ -431,7 +443,7 @@ impl Nft {
     }
 }
 
-fn missing_is_fine(result: io::Result<()>) -> io::Result<()> {
+fn ignore_missing(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,

@@ -4,7 +4,7 @@
 use std::io;
 
 use super::expression::{Verdict, interface_is, sender_is, verdict};
-use super::{Family, Hook, Mark, Nft, Table, missing_is_fine};
+use super::{Family, Hook, Nft, OwnerMark, Table, ignore_missing};
 use crate::net::netlink::Message;
 
 const TABLE: Table = Table {
@@ -50,7 +50,7 @@ pub fn add(port: &str, mac: [u8; 6], container: &str, ifname: &str) -> io::Resul
         second,
         comment,
     } = names(container, ifname);
-    let mark = Mark::Comment(&comment);
+    let mark = OwnerMark::Comment(&comment);
     let mut from_port = interface_is(true, port, true);
     from_port.push(verdict(Verdict::Jump(&first)));
     let mut from_mac = sender_is(mac);
@@ -74,7 +74,7 @@ pub fn remove(nft: &mut Nft, container: &str, ifname: &str) -> io::Result<()> {
         second,
         comment,
     } = names(container, ifname);
-    let mut doomed: Vec<Message> = nft
+    let mut to_delete: Vec<Message> = nft
         .rules(TABLE, ENTRY)?
         .iter()
         .filter(|r| r.mark == comment)
@@ -82,10 +82,10 @@ pub fn remove(nft: &mut Nft, container: &str, ifname: &str) -> io::Result<()> {
         .collect();
     for chain in [&first, &second] {
         if nft.has(TABLE, chain)? {
-            doomed.extend(TABLE.remove(chain));
+            to_delete.extend(TABLE.remove(chain));
         }
     }
-    missing_is_fine(nft.commit(doomed))
+    ignore_missing(nft.commit(to_delete))
 }
 
 /// Whether an attachment has its rules.
@@ -100,7 +100,10 @@ pub fn has(container: &str, ifname: &str) -> io::Result<bool> {
 
 /// Removes the rules of attachments that are not in `keep` and whose port no longer exists. The port
 /// decides, because the rules have the reference's comment, which does not contain the network.
-pub fn collect(keep: &[(String, String)], mut gone: impl FnMut(&str) -> bool) -> io::Result<()> {
+pub fn collect(
+    keep: &[(String, String)],
+    mut is_removed: impl FnMut(&str) -> bool,
+) -> io::Result<()> {
     let work = |nft: &mut Nft| {
         for rule in nft.rules(TABLE, ENTRY)? {
             let Some(id) = rule.mark.strip_prefix("macspoofchk-") else {
@@ -114,11 +117,11 @@ pub fn collect(keep: &[(String, String)], mut gone: impl FnMut(&str) -> bool) ->
             let Some((container, ifname)) = id.rsplit_once('-') else {
                 continue;
             };
-            if !keep.iter().any(|(c, i)| c == container && i == ifname) && gone(&port) {
+            if !keep.iter().any(|(c, i)| c == container && i == ifname) && is_removed(&port) {
                 remove(nft, container, ifname)?;
             }
         }
         Ok(())
     };
-    Nft::clean(work).map(drop)
+    Nft::clean_up(work).map(drop)
 }

@@ -7,9 +7,9 @@ use std::time::Duration;
 use crate::core::node::eviction::{Amount, Observations, Signal};
 use crate::core::serving::cgroup_stats::Depth;
 use crate::host::{HostError, blocking};
+use crate::sys::blocking_calls::BlockingCalls;
 use crate::sys::machine::Room;
 use crate::sys::meter;
-use crate::sys::patient::Patient;
 
 /// Timeout for reading a filesystem's usage.
 const FILESYSTEM_TIMEOUT: Duration = Duration::from_secs(2);
@@ -72,7 +72,7 @@ type Found = (Room, u64);
 
 /// Measures filesystems. A filesystem that hangs, such as a network disk, is skipped and does not delay the others.
 pub(super) struct Filesystems {
-    calls: Patient,
+    calls: BlockingCalls,
     read: fn(&Path) -> std::io::Result<Found>,
     /// Timeout for one filesystem.
     timeout: Duration,
@@ -81,7 +81,7 @@ pub(super) struct Filesystems {
 impl Default for Filesystems {
     fn default() -> Filesystems {
         Filesystems {
-            calls: Patient::default(),
+            calls: BlockingCalls::default(),
             read: |dir| Ok((Room::of(dir)?, std::fs::metadata(dir)?.dev())),
             timeout: FILESYSTEM_TIMEOUT,
         }
@@ -213,7 +213,7 @@ mod tests {
                 Ok((Room::of(dir)?, 1))
             },
             timeout: Duration::from_secs(1),
-            calls: Patient::default(),
+            calls: BlockingCalls::default(),
         };
         let hangs = root.path().join("hangs");
         for _ in 0..2 {
@@ -229,7 +229,7 @@ mod tests {
             assert!(separate_images);
         }
         assert_eq!(
-            filesystems.calls.under_way(),
+            filesystems.calls.pending(),
             1,
             "the hanging filesystem is read once"
         );

@@ -99,7 +99,7 @@ enum Source {
 /// Retries until the runtime reports the directory of its images. Runs in a separate task, as the runtime may hang.
 async fn find_images(context: Arc<Context>, found: watch::Sender<Option<PathBuf>>) {
     loop {
-        match context.runtime.stock().await {
+        match context.runtime.image_inventory().await {
             Ok(stock) => return found.send_modify(|dir| *dir = Some(stock.mountpoint)),
             Err(error) => {
                 tracing::debug!(%error, "cannot read the runtime's image filesystem; retrying");

@@ -36,8 +36,8 @@ use crate::csi::{CsiError, Driver, NodeInfo};
 use crate::host::volume::csi::{CsiDirs, Published, is_mounted, labels_files};
 use crate::host::{HostError, blocking};
 use crate::kubeapi::pods::TokenFor;
+use crate::sys::blocking_calls::BlockingCalls;
 use crate::sys::machine::Room;
-use crate::sys::patient::Patient;
 
 /// Why a volume cannot be released or queried yet.
 #[derive(Debug, thiserror::Error)]
@@ -114,7 +114,7 @@ pub struct Csi {
     problem: watch::Sender<Option<String>>,
     dirs: CsiDirs,
     /// Threads for filesystem calls that may hang.
-    rooms: Patient,
+    rooms: BlockingCalls,
 }
 
 impl Csi {
@@ -148,7 +148,7 @@ impl Csi {
             query_requested: Notify::new(),
             problem: watch::Sender::new(None),
             dirs,
-            rooms: Patient::default(),
+            rooms: BlockingCalls::default(),
         }
     }
 
@@ -543,7 +543,7 @@ async fn mount(
             on_mismatch: is_published || owner.on_mismatch,
             ..owner
         };
-        context.host.give_published(place, owner).await?;
+        context.host.chown_published(place, owner).await?;
     }
     Ok(staging)
 }
@@ -684,14 +684,14 @@ async fn staged(context: &Context, place: &Published) -> Result<Option<PathBuf>,
 /// that waits for the attachment does not count.
 async fn is_published_elsewhere(context: &Context, place: &Published) -> Result<bool, HostError> {
     let (dirs, others) = (context.csi.dirs.clone(), context.csi.in_other_pods(place));
-    blocking(move || Ok(others.iter().any(|other| dirs.is_noted(other)))).await
+    blocking(move || Ok(others.iter().any(|other| dirs.is_recorded(other)))).await
 }
 
 async fn unpublish_volume(context: &Context, place: &Published) -> Result<(), VolumeError> {
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
     // The driver does not know a volume that waits for its attachment, unless another pod has staged it.
-    let is_noted = blocking(move || Ok(dirs.is_noted(&own))).await?;
-    if is_noted {
+    let is_recorded = blocking(move || Ok(dirs.is_recorded(&own))).await?;
+    if is_recorded {
         let registered = context.csi.driver(&place.data.driver_name)?;
         let target = place.target.display().to_string();
         registered

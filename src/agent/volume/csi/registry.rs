@@ -21,7 +21,7 @@ use super::lock;
 use crate::agent::{Context, NodeApi, register_device_plugin, register_resource_driver};
 use crate::core::backoff::Doubling;
 use crate::core::volume::csi::{self, Drivers};
-use crate::csi::{Driver, Plugin, Report, ask, tell};
+use crate::csi::{Driver, Plugin, Report, get_plugin_info, notify_registration_status};
 use crate::host::blocking;
 use crate::sys::watch::Changes;
 
@@ -121,8 +121,8 @@ impl Csi {
             node_id: registered.info.node_id.clone(),
             topology_keys: Some(registered.info.topology.keys().cloned().collect::<Vec<_>>())
                 .filter(|k| !k.is_empty()),
-            allocatable: (registered.info.most > 0).then(|| VolumeNodeResources {
-                count: i32::try_from(registered.info.most).ok(),
+            allocatable: (registered.info.max_volumes > 0).then(|| VolumeNodeResources {
+                count: i32::try_from(registered.info.max_volumes).ok(),
             }),
         };
         lock(&self.drivers).iter().map(of).collect()
@@ -360,16 +360,18 @@ fn remove_disappeared(
 /// Registers the plugin of a socket. Returns its name.
 async fn register(context: &Arc<Context>, path: &Path) -> Result<String, String> {
     let socket = &path.display().to_string();
-    let plugin = ask(socket)
+    let plugin = get_plugin_info(socket)
         .await
         .map_err(|e| format!("cannot read the plugin's information: {e}"))?;
     let outcome = accept(context, &plugin, socket).await;
-    tell(socket, outcome.clone()).await.map_err(|e| {
-        format!(
-            "cannot notify {} of the registration's outcome: {e}",
-            plugin.name
-        )
-    })?;
+    notify_registration_status(socket, outcome.clone())
+        .await
+        .map_err(|e| {
+            format!(
+                "cannot notify {} of the registration's outcome: {e}",
+                plugin.name
+            )
+        })?;
     outcome.map(|()| plugin.name)
 }
 

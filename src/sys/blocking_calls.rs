@@ -43,28 +43,28 @@ impl Call {
 
 /// Runs calls and tracks pending ones by key.
 #[derive(Clone, Default)]
-pub struct Patient(Arc<Calls>);
+pub struct BlockingCalls(Arc<Inner>);
 
 #[derive(Default)]
-struct Calls {
-    under_way: Mutex<HashMap<String, Arc<Call>>>,
-    ended: Notify,
+struct Inner {
+    pending: Mutex<HashMap<String, Arc<Call>>>,
+    completed: Notify,
 }
 
 /// Frees the key when the call completes or panics.
-struct Slot(Patient, String);
+struct Slot(BlockingCalls, String);
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        lock(&self.0.0.under_way).remove(&self.1);
-        self.0.0.ended.notify_waiters();
+        lock(&self.0.0.pending).remove(&self.1);
+        self.0.0.completed.notify_waiters();
     }
 }
 
-impl Patient {
+impl BlockingCalls {
     /// Runs `work` and waits for at most `wait`. If a call with the same key is pending, returns
     /// its progress as the error and does not start another. After a timeout, `work` continues in
-    /// the background and its result is dropped. [`Patient::one_ends`] waits for its completion.
+    /// the background and its result is dropped. [`BlockingCalls::wait_for_any`] waits for its completion.
     ///
     /// # Errors
     ///
@@ -78,11 +78,11 @@ impl Patient {
         self.call_with(key, wait, |_| work()).await
     }
 
-    /// Like [`Patient::call`], for work that describes its current step or checks for cancellation.
+    /// Like [`BlockingCalls::call`], for work that describes its current step or checks for cancellation.
     ///
     /// # Errors
     ///
-    /// As [`Patient::call`].
+    /// As [`BlockingCalls::call`].
     pub async fn call_with<T: Send + 'static, E: From<HostError> + Send + 'static>(
         &self,
         key: &str,
@@ -95,7 +95,7 @@ impl Patient {
             cancelled: AtomicBool::new(false),
         });
         {
-            let mut calls = lock(&self.0.under_way);
+            let mut calls = lock(&self.0.pending);
             if let Some(earlier) = calls.get(key) {
                 return Err(earlier.progress().into());
             }
@@ -129,18 +129,18 @@ impl Patient {
     pub async fn cancel(&self, prefix: &str, wait: Duration) -> Result<(), HostError> {
         let deadline = tokio::time::Instant::now() + wait;
         loop {
-            let mut ended = std::pin::pin!(self.0.ended.notified());
+            let mut completed = std::pin::pin!(self.0.completed.notified());
             // From here on, no completion is missed.
-            ended.as_mut().enable();
+            completed.as_mut().enable();
             let mut progress = None;
-            for call in self.beginning(prefix) {
+            for call in self.with_prefix(prefix) {
                 call.cancelled.store(true, Ordering::Relaxed);
                 progress = Some(call.progress());
             }
             let Some(progress) = progress else {
                 return Ok(());
             };
-            if tokio::time::timeout_at(deadline, ended).await.is_err() {
+            if tokio::time::timeout_at(deadline, completed).await.is_err() {
                 return Err(progress);
             }
         }
@@ -148,31 +148,31 @@ impl Patient {
 
     /// Waits until one of the calls that are now pending and whose key
     /// begins with `prefix` completes. If none is pending, never returns.
-    pub async fn one_ends(&self, prefix: &str) {
-        let before = self.beginning(prefix);
+    pub async fn wait_for_any(&self, prefix: &str) {
+        let before = self.with_prefix(prefix);
         loop {
-            let mut ended = std::pin::pin!(self.0.ended.notified());
-            ended.as_mut().enable();
-            let now = self.beginning(prefix);
+            let mut completed = std::pin::pin!(self.0.completed.notified());
+            completed.as_mut().enable();
+            let now = self.with_prefix(prefix);
             let has_ended = |call| !now.iter().any(|other| Arc::ptr_eq(call, other));
             if before.iter().any(has_ended) {
                 return;
             }
-            ended.await;
+            completed.await;
         }
     }
 
     /// The pending calls whose key begins with `prefix`.
-    fn beginning(&self, prefix: &str) -> Vec<Arc<Call>> {
-        let calls = lock(&self.0.under_way);
+    fn with_prefix(&self, prefix: &str) -> Vec<Arc<Call>> {
+        let calls = lock(&self.0.pending);
         let of_prefix = calls.iter().filter(|(key, _)| key.starts_with(prefix));
         of_prefix.map(|(_, call)| Arc::clone(call)).collect()
     }
 
     /// The number of pending calls.
     #[must_use]
-    pub fn under_way(&self) -> usize {
-        lock(&self.0.under_way).len()
+    pub fn pending(&self) -> usize {
+        lock(&self.0.pending).len()
     }
 }
 
@@ -187,22 +187,22 @@ mod tests {
 
     #[tokio::test]
     async fn a_hanging_call_is_started_once_and_does_not_block_others() {
-        let patient = Patient::default();
+        let calls = BlockingCalls::default();
         let (release, held) = std::sync::mpsc::channel::<()>();
         let hang = move || held.recv().map_err(disconnected);
         let done = |value: u32| move || Ok::<_, HostError>(value);
         let hangs = |e: &HostError| e.is_under_way() && e.message.contains("not answered");
         let (short, long) = (Duration::from_millis(50), Duration::from_secs(60));
-        let first = patient.call("a", short, hang).await;
+        let first = calls.call("a", short, hang).await;
         assert!(first.is_err_and(|e| hangs(&e)));
-        let again = patient.call("a", short, done(1)).await;
+        let again = calls.call("a", short, done(1)).await;
         assert!(
             again.is_err_and(|e| hangs(&e)),
             "the call is not started twice"
         );
-        assert_eq!(patient.call("b", long, done(7)).await, Ok(7));
-        assert_eq!(patient.under_way(), 1);
-        let (mut ends, mut never) = (pin!(patient.one_ends("a")), pin!(patient.one_ends("b")));
+        assert_eq!(calls.call("b", long, done(7)).await, Ok(7));
+        assert_eq!(calls.pending(), 1);
+        let (mut ends, mut never) = (pin!(calls.wait_for_any("a")), pin!(calls.wait_for_any("b")));
         assert!(futures::poll!(&mut ends).is_pending() && futures::poll!(&mut never).is_pending());
         release.send(()).expect("it waits");
         ends.await;
@@ -210,18 +210,18 @@ mod tests {
             futures::poll!(&mut never).is_pending(),
             "no call was pending"
         );
-        assert_eq!(patient.call("a", long, done(1)).await, Ok(1));
+        assert_eq!(calls.call("a", long, done(1)).await, Ok(1));
         let broken = || -> Result<(), HostError> { panic!("broken") };
-        let broken = patient.call("c", long, broken).await;
+        let broken = calls.call("c", long, broken).await;
         assert!(broken.is_err_and(|e| !e.is_under_way() && e.message.contains("unexpectedly")));
-        while patient.under_way() > 0 {
+        while calls.pending() > 0 {
             tokio::task::yield_now().await;
         }
     }
 
     #[tokio::test]
     async fn a_timed_out_call_reports_its_step_and_can_be_awaited() {
-        let patient = Patient::default();
+        let calls = BlockingCalls::default();
         let (short, long) = (Duration::from_millis(500), Duration::from_secs(60));
         let (release, held) = std::sync::mpsc::channel::<()>();
         let (began, begun) = std::sync::mpsc::channel::<()>();
@@ -233,7 +233,7 @@ mod tests {
             }
             held.recv().map_err(disconnected)
         };
-        let calling = patient.call_with("u/v", short, until_cancelled);
+        let calling = calls.call_with("u/v", short, until_cancelled);
         // While a blocking thread of tokio runs, the paused clock does not
         // advance, so the call cannot time out before its thread has started.
         tokio::time::pause();
@@ -242,11 +242,11 @@ mod tests {
         tokio::time::resume();
         begun.expect("waited for").expect("it has begun");
         assert!(given_up.is_err_and(|e| e.message.contains("mkfs of a disk has been running")));
-        assert_eq!(patient.cancel("other/", long).await, Ok(()));
-        let waiting = patient.cancel("u/", short).await;
+        assert_eq!(calls.cancel("other/", long).await, Ok(()));
+        let waiting = calls.cancel("u/", short).await;
         assert!(waiting.is_err_and(|e| e.message.contains("mkfs of a disk")));
         release.send(()).expect("it waits");
-        assert_eq!(patient.cancel("u/", long).await, Ok(()));
-        assert_eq!(patient.under_way(), 0);
+        assert_eq!(calls.cancel("u/", long).await, Ok(()));
+        assert_eq!(calls.pending(), 0);
     }
 }
