@@ -525,7 +525,7 @@ fn conflicting_settings_of_the_managers_are_rejected() {
         ),
         (
             "cpuManagerPolicyOptions: {prefer-align-cpus-by-uncorecache: 'true', distribute-cpus-across-numa: 'true'}\n",
-            "contradicts",
+            "conflicts with",
         ),
         ("topologyManagerPolicy: best\n", "topologyManagerPolicy"),
         ("topologyManagerScope: node\n", "topologyManagerScope"),
