@@ -395,7 +395,7 @@ fn check_says_what_a_start_would_do(cluster: &Cluster) {
     );
     assert!(
         report.contains("0 pods would be started")
-            && report.contains("0 pods would be ended")
+            && report.contains("0 pods would be stopped")
             && report.contains("volumePluginDir"),
         "{report}"
     );

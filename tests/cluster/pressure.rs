@@ -667,7 +667,7 @@ async fn changed_cgroups_are_restored() {
     assert_eq!(names, [system, &tier, &burstable, &own]);
     assert!(mended.iter().all(|m| m.error.is_none()), "{mended:?}");
     let found = mended[1].changes[0].to_string();
-    assert!(found.contains(" was 77 instead of "), "{found}");
+    assert!(found.contains(" was 77, expected "), "{found}");
     assert_eq!(text_of(&shares_of(&tier)), expected("2", "1"));
     assert_eq!(text_of(&shares_of(&burstable)), expected("2", "1"));
     assert_eq!(text_of(&memory_of(&own)), "67108864");
