@@ -494,7 +494,7 @@ fn a_record_is_written_and_replayed(cluster: &Cluster) {
     let (code, said) = replay(&changed);
     assert_eq!(code, Some(1), "{said}");
     assert!(
-        said.contains("for Godot") && said.contains("otherwise in 1 of"),
+        said.contains("for Godot") && said.contains("differently in 1 of"),
         "{said}"
     );
     std::fs::write(&changed, "nonsense").unwrap();
