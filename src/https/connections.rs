@@ -84,10 +84,7 @@ impl Connections {
             let closed = self.closed.notified();
             {
                 let mut all = self.all();
-                if all.len() < limits.connections {
-                    return;
-                }
-                if close_least(&mut all, limits) {
+                if all.len() < limits.connections || close_least(&mut all, limits) {
                     return;
                 }
             }

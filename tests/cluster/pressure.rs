@@ -56,7 +56,7 @@ fn of_all_pods(cluster: &Cluster, v1: &str, v2: &str) -> u64 {
 /// The image of every hog.
 const IMAGE: &str = "test.local/busybox:1";
 
-/// A pod that waits for [`let_go`] and then runs `script`.
+/// A pod that waits for [`release`] and then runs `script`.
 fn hog(cluster: &Cluster, name: &str, script: &str) {
     hog_with(cluster, name, script, &json!({}));
 }

@@ -85,17 +85,17 @@ impl State {
     /// size in the spec, unless the node has no capacity for that.
     pub(super) fn has_its_size(&self, uid: &str) -> Result<(), String> {
         let pod = &self.pods[uid];
-        let (Some(asked), Some(granted)) = (asked(pod), granted_to(pod)) else {
+        let (Some(requested), Some(granted)) = (asked(pod), granted_to(pod)) else {
             return Ok(());
         };
         if is_over(pod) {
             return Ok(());
         }
         if let Some(running) = self.live(uid).iter().find(|c| c.name == "c0") {
-            let (has, told) = (self.containers[&running.id].shares, told(pod));
-            if has != shares(granted) || told != Some(granted) {
+            let (has, published) = (self.containers[&running.id].shares, told(pod));
+            if has != shares(granted) || published != Some(granted) {
                 return Err(format!(
-                    "granted {granted}m, but it has {has} shares and a status of {told:?} m: {}",
+                    "granted {granted}m, but it has {has} shares and a status of {published:?} m: {}",
                     pod["status"]
                 ));
             }
@@ -111,15 +111,15 @@ impl State {
         let of_others: i64 = others.filter_map(|(_, pod)| granted_to(pod)).sum();
         let node = self.node.milli();
         let right = match reason {
-            None => asked == granted,
-            Some("Infeasible") => asked > node,
-            Some("Deferred") => asked <= node && asked + of_others > node,
+            None => requested == granted,
+            Some("Infeasible") => requested > node,
+            Some("Deferred") => requested <= node && requested + of_others > node,
             Some(_) => false,
         };
         match right {
             true => Ok(()),
             false => Err(format!(
-                "requested {asked}m, granted {granted}m, others {of_others}m, and its resize is {reason:?}"
+                "requested {requested}m, granted {granted}m, others {of_others}m, and its resize is {reason:?}"
             )),
         }
     }

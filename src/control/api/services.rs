@@ -122,10 +122,10 @@ fn refusal(service: &Value, field: String, value: &Value, why: &str) -> ApiError
 }
 
 fn address(store: &Store, range: ipnet::Ipv4Net, service: &mut Value) -> Result<(), ApiError> {
-    let asked = text(service, &["spec", "clusterIP"])
+    let requested = text(service, &["spec", "clusterIP"])
         .unwrap_or_default()
         .to_owned();
-    if asked == "None" {
+    if requested == "None" {
         service["spec"]["clusterIPs"] = json!(["None"]);
         return Ok(());
     }
@@ -134,7 +134,7 @@ fn address(store: &Store, range: ipnet::Ipv4Net, service: &mut Value) -> Result<
         .iter()
         .filter_map(|(_, r)| r.attrs.field("spec.clusterIP"))
         .collect();
-    let address = if asked.is_empty() {
+    let address = if requested.is_empty() {
         // The first 15 addresses are reserved for well-known services, such as .1 for the API and .10 for DNS.
         range
             .hosts()
@@ -142,18 +142,18 @@ fn address(store: &Store, range: ipnet::Ipv4Net, service: &mut Value) -> Result<
             .map(|a| a.to_string())
             .find(|a| !taken.contains(a.as_str()))
     } else {
-        asked
+        requested
             .parse::<std::net::Ipv4Addr>()
             .ok()
-            .filter(|a| range.contains(a) && !taken.contains(asked.as_str()))
-            .map(|_| asked.clone())
+            .filter(|a| range.contains(a) && !taken.contains(requested.as_str()))
+            .map(|_| requested.clone())
     };
     let Some(address) = address else {
         let why = format!(
-            "failed to allocate IP {asked}: it is already allocated or not in the valid range {range}"
+            "failed to allocate IP {requested}: it is already allocated or not in the valid range {range}"
         );
         let field = "spec.clusterIPs".into();
-        return Err(refusal(service, field, &json!([asked]), &why));
+        return Err(refusal(service, field, &json!([requested]), &why));
     };
     service["spec"]["clusterIP"] = address.as_str().into();
     service["spec"]["clusterIPs"] = json!([address]);

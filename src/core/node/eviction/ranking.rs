@@ -105,8 +105,9 @@ pub fn rank(resource: Resource, candidates: Vec<Candidate>) -> Vec<Candidate> {
 pub fn explain(resource: Resource, ranked: &[Candidate]) -> String {
     let one = |c: &Candidate| {
         let used = resource.quantity(c.usage(resource));
-        let (name, asked, priority) = (pod::full_name(&c.pod), c.request(resource), c.priority());
-        format!("{name} uses {used}, requested {asked}, priority {priority}")
+        let (name, requested, priority) =
+            (pod::full_name(&c.pod), c.request(resource), c.priority());
+        format!("{name} uses {used}, requested {requested}, priority {priority}")
     };
     let told: Vec<String> = ranked.iter().take(TOLD).map(one).collect();
     match ranked.len().checked_sub(TOLD) {
