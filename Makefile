@@ -81,7 +81,7 @@ check: ## Check format, lints and, with cargo-deny, licences and sources
 sim: ## Run many seeds of the simulation (SEEDS=5000)
 	HOLDFAST_SEEDS=$(or $(SEEDS),5000) $(CARGO) test --locked --test sim $(FLAGS) --config profile.dev.package.holdfast.opt-level=1 --config 'profile.dev.package.holdfast.debug="line-tables-only"'
 
-# Property tests of decoders besides the API: frames, selectors, patches, and messages of D-Bus, netlink and DHCP servers.
+# Property tests of decoders besides the API, whose names begin with any_: frames, selectors, patches, and messages of D-Bus, netlink and DHCP servers.
 READERS = any_ selector::
 fuzz: ## Fuzz the bundled API and all decoders (SECONDS=60 for each kind)
 	HOLDFAST_FUZZ_SECONDS=$(or $(SECONDS),60) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --test control fuzz

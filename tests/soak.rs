@@ -607,14 +607,6 @@ async fn memory(pid: i32, time: Duration) -> Vec<(Duration, u64)> {
     seen
 }
 
-/// The median between two times. A single large request takes tens of MiB for a moment, which is not growth.
-fn median(seen: &[(Duration, u64)], from: Duration, to: Duration) -> u64 {
-    let within = seen.iter().filter(|(at, _)| (from..to).contains(at));
-    let mut within: Vec<u64> = within.map(|(_, size)| *size).collect();
-    within.sort_unstable();
-    within[within.len() / 2]
-}
-
 /// The maximum between two times.
 fn most(seen: &[(Duration, u64)], from: Duration, to: Duration) -> u64 {
     let within = seen.iter().filter(|(at, _)| (from..to).contains(at));
@@ -634,8 +626,8 @@ fn check_memory(seen: &[(Duration, u64)], scale: &Scale) {
     );
     let minute = Duration::from_secs(60);
     if scale.time >= 3 * minute {
-        let second = median(seen, minute, 2 * minute);
-        let last = median(seen, scale.time - minute, scale.time);
+        let second = most(seen, minute, 2 * minute);
+        let last = most(seen, scale.time - minute, scale.time);
         println!("{second} MiB in the second minute, {last} MiB in the last");
         assert!(
             last * 100 <= second * 110,

@@ -401,7 +401,7 @@ mod tests {
         /// Whatever arrives, and in whatever pieces, the same number of bytes is passed on, and bytes outside HEADERS
         /// frames are unchanged.
         #[test]
-        fn arbitrary_bytes_are_forwarded(
+        fn any_bytes_are_forwarded(
             block in prop::collection::vec(any::<u8>(), 0..200),
             flags in any::<u8>(),
             rest in prop::collection::vec(any::<u8>(), 0..100),

@@ -84,10 +84,7 @@ impl Connections {
             let closed = self.closed.notified();
             {
                 let mut all = self.all();
-                if all.len() < limits.connections {
-                    return;
-                }
-                if close_lowest_priority(&mut all, limits) {
+                if all.len() < limits.connections || close_lowest_priority(&mut all, limits) {
                     return;
                 }
             }

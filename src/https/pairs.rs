@@ -473,7 +473,7 @@ mod tests {
     proptest! {
         /// No bytes cause a panic, and the runtime's bytes pass when no error stream is known.
         #[test]
-        fn arbitrary_bytes_are_passed_on(client in vec(any::<u8>(), 0..200), flips in vec((0_usize..400, any::<u8>()), 0..4), runtime in vec(any::<u8>(), 0..300)) {
+        fn any_bytes_are_passed_on(client in vec(any::<u8>(), 0..200), flips in vec((0_usize..400, any::<u8>()), 0..4), runtime in vec(any::<u8>(), 0..300)) {
             let mut session = Session::new();
             let now = Instant::now();
             session.sent(&client, now);

@@ -160,7 +160,7 @@ mod tests {
     proptest! {
         /// Any bytes yield frames, an end or an error, in no more steps than there are frames.
         #[test]
-        fn reading_arbitrary_bytes_terminates(bytes in vec(any::<u8>(), 0..300), short in vec(0_u8..12, 0..20)) {
+        fn any_bytes_are_read_to_their_end(bytes in vec(any::<u8>(), 0..300), short in vec(0_u8..12, 0..20)) {
             // Small numbers in the place of the length, so that some lengths fit.
             let mut stream = vec![];
             for (i, length) in short.iter().enumerate() {

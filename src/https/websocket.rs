@@ -434,7 +434,7 @@ mod tests {
         /// Whatever both sides send, the sessions of a command and of forwarded ports end with the peers, without a
         /// panic.
         #[test]
-        fn sessions_with_arbitrary_bytes_terminate(frames in vec(frame(), 0..8), runtime in vec(any::<u8>(), 0..200), tty in any::<bool>()) {
+        fn any_bytes_end_the_session(frames in vec(frame(), 0..8), runtime in vec(any::<u8>(), 0..200), tty in any::<bool>()) {
             let all = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
             let ended = all.block_on(async {
                 for socket_content in [SocketContent::Command, SocketContent::Ports] {

@@ -472,9 +472,9 @@ fn values_of_another_cluster_are_refused(cluster: &Cluster) {
     for (arguments, expected) in [
         (
             vec!["--api-port", "16497"],
-            format!("with --api-port {port}, or"),
+            format!("use --api-port {port}, or"),
         ),
-        (vec!["--api-port", &port], "with --pod-cidr 10.".to_owned()),
+        (vec!["--api-port", &port], "use --pod-cidr 10.".to_owned()),
     ] {
         let mut up = std::process::Command::new(support::holdfast());
         up.args(["up", "--name", &cluster.name]).args(&arguments);

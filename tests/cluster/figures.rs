@@ -395,7 +395,7 @@ fn check_says_what_a_start_would_do(cluster: &Cluster) {
     );
     assert!(
         report.contains("0 pods would be started")
-            && report.contains("0 pods would be ended")
+            && report.contains("0 pods would be stopped")
             && report.contains("volumePluginDir"),
         "{report}"
     );
@@ -494,7 +494,7 @@ fn a_record_is_written_and_replayed(cluster: &Cluster) {
     let (code, printed) = replay(&changed);
     assert_eq!(code, Some(1), "{printed}");
     assert!(
-        printed.contains("for Godot") && printed.contains("otherwise in 1 of"),
+        printed.contains("for Godot") && printed.contains("differently in 1 of"),
         "{printed}"
     );
     std::fs::write(&changed, "nonsense").unwrap();

@@ -547,7 +547,7 @@ fn static_pods_of_a_url_run_while_it_lists_them() {
     );
     answer.lock().unwrap().0 = 500;
     cluster.wait("the agent to log the error", || {
-        cluster.log("agent").contains("answered 500")
+        cluster.log("agent").contains("responded with 500")
     });
     std::thread::sleep(Duration::from_secs(1));
     assert!(

@@ -56,7 +56,7 @@ fn of_all_pods(cluster: &Cluster, v1: &str, v2: &str) -> u64 {
 /// The image of every hog.
 const IMAGE: &str = "test.local/busybox:1";
 
-/// A pod that waits for [`let_go`] and then runs `script`.
+/// A pod that waits for [`release`] and then runs `script`.
 fn hog(cluster: &Cluster, name: &str, script: &str) {
     hog_with(cluster, name, script, &json!({}));
 }
@@ -667,7 +667,7 @@ async fn changed_cgroups_are_restored() {
     assert_eq!(names, [system, &tier, &burstable, &own]);
     assert!(restored.iter().all(|m| m.error.is_none()), "{restored:?}");
     let found = restored[1].changes[0].to_string();
-    assert!(found.contains(" was 77 instead of "), "{found}");
+    assert!(found.contains(" was 77, expected "), "{found}");
     assert_eq!(text_of(&shares_of(&tier)), expected("2", "1"));
     assert_eq!(text_of(&shares_of(&burstable)), expected("2", "1"));
     assert_eq!(text_of(&memory_of(&own)), "67108864");

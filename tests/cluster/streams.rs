@@ -147,13 +147,8 @@ fn commands_run_in_containers_and_ports_are_forwarded() {
     cluster.wait("all streams to end", || descriptors() < 200);
     let before = descriptors();
     for _ in 0..20 {
-        assert!(
-            kubectl(&cluster, &["exec", "shell", "--", "true"])
-                .output()
-                .unwrap()
-                .status
-                .success()
-        );
+        let mut exec = kubectl(&cluster, &["exec", "shell", "--", "true"]);
+        assert!(exec.output().unwrap().status.success());
     }
     cluster.wait("the descriptors of the sessions to be closed", || {
         descriptors() <= before + 5

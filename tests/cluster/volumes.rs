@@ -551,7 +551,9 @@ fn pods_above_their_disk_limits_are_evicted() {
         });
         assert_eq!(condition(&cluster.pod(name), "DisruptionTarget"), "");
     }
-    cluster.wait("the modest pod to be ready", || ready(&cluster, "modest"));
+    cluster.wait("the pod below its limits to be ready", || {
+        ready(&cluster, "modest")
+    });
     cluster.delete_all_and_check();
 }
 

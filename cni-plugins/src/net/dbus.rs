@@ -323,7 +323,7 @@ mod tests {
         });
         let mut bus = Bus { stream, serial: 0 };
         let error = bus.has("a.b").expect_err("no answer");
-        assert!(error.to_string().contains("no answer"), "{error}");
+        assert!(error.to_string().contains("no reply"), "{error}");
         drop(bus);
         assert!(talk.join().expect("ended") >= SKIPPED);
     }

@@ -379,7 +379,7 @@ fn an_audit_compares_addresses_with_the_interfaces() {
             .to_owned()
     };
     assert!(
-        !well && row(&table, "10.198.1.2").contains("held twice: on an interface of c2, too"),
+        !well && row(&table, "10.198.1.2").contains("allocated twice: also on an interface of c2"),
         "{table}"
     );
     ip(&[

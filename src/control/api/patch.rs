@@ -242,7 +242,7 @@ mod tests {
     proptest! {
         /// All operations are applied or rejected as a client error; the result can always be parsed again.
         #[test]
-        fn arbitrary_operations_are_applied_or_rejected(operations in vec(operation(), 0..60)) {
+        fn any_operations_are_applied_or_rejected(operations in vec(operation(), 0..60)) {
             let object = json!({"a": {"a": 1}, "b": {}, "l": [1, 2]});
             match apply(Format::Json, &object, &operations.into()) {
                 Ok(patched) => {

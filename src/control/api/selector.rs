@@ -262,7 +262,7 @@ mod tests {
     proptest! {
         /// Any text parses or gets a 400, and any parsed selector can be evaluated against any object.
         #[test]
-        fn arbitrary_text_is_parsed_or_rejected(
+        fn any_text_is_parsed_or_rejected(
             text in "[a-c!=<>(), ]{0,24}|\\PC{0,24}",
             fields in "metadata\\.name[=!]{1,3}\\PC{0,8}|\\PC{0,16}",
             have in btree_map("[a-c]", "[a-c0-9]{0,2}", 0..3),
