@@ -156,9 +156,22 @@ impl State {
 
 impl State {
     /// `kubectl set image`: gives a container of a pod another image.
+    ///
+    /// If the agent does not know yet that the container ended, it may replace the container like a running one.
     fn change_image(&mut self, uid: &str, container: usize) {
         let image = format!("i:{}", self.revision + 2);
         let pod = self.pods.get_mut(uid).unwrap();
+        let name = pod["spec"]["containers"][container]["name"].as_str();
+        let key = (uid.to_owned(), name.unwrap().to_owned());
+        let mut statuses = pod["status"]["containerStatuses"]
+            .as_array()
+            .into_iter()
+            .flatten();
+        let is_known =
+            statuses.any(|s| s["name"] == *key.1 && s["state"]["terminated"].is_object());
+        if !is_known {
+            self.over.remove(&key);
+        }
         pod["spec"]["containers"][container]["image"] = image.into();
         let generation = pod["metadata"]["generation"].as_i64().unwrap();
         pod["metadata"]["generation"] = (generation + 1).into();
