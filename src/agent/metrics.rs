@@ -213,8 +213,8 @@ impl Metrics {
     /// Counts requested changes of a container's resources.
     pub fn record_resize_request(&self, changes: &[RequestedChange]) {
         self.with(|r| {
-            for asked in asked {
-                let labels = [asked.resource, asked.of, asked.operation];
+            for change in changes {
+                let labels = [change.resource, change.of, change.operation];
                 r.count(RESIZES, &labels, 1);
             }
         });

@@ -50,7 +50,7 @@ fn a_subpath_never_escapes_its_volume() {
         read_only: false,
         block: false,
         options: vec![],
-        owned: false,
+        applies_fs_group: false,
         labelled: false,
         group: None,
         access_mode: "inline",

@@ -170,7 +170,7 @@ impl State {
         let is_known =
             statuses.any(|s| s["name"] == *key.1 && s["state"]["terminated"].is_object());
         if !is_known {
-            self.over.remove(&key);
+            self.finished.remove(&key);
         }
         pod["spec"]["containers"][container]["image"] = image.into();
         let generation = pod["metadata"]["generation"].as_i64().unwrap();

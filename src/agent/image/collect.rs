@@ -14,7 +14,7 @@ use crate::agent::events::Kind;
 use crate::agent::pod::dead_containers;
 use crate::core::backoff::Doubling;
 use crate::core::image::canonical_name;
-use crate::core::image::gc::{Filesystem, ImageDecision, ImageOnNode};
+use crate::core::image::gc::{Filesystem, ImageOnNode, PlannedImage};
 use crate::core::node::collection::{Decision, Failures, ImageDecision, RemovalReason, Report};
 use crate::core::pod;
 use crate::cri::{ImageInventory, RuntimeError};
@@ -254,7 +254,7 @@ async fn plan_report(context: &Context, ages: &mut Ages) -> Result<Report, Colle
     };
     let judged = ages.decisions(&images, &plan, rules.minimum_age, at, by);
     let containers = dead_containers::find(context, false).await;
-    let going = |judged: &&ImageDecision| matches!(judged.fate, Decision::Remove(_));
+    let going = |judged: &&PlannedImage| matches!(judged.decision, Decision::Remove(_));
     Ok(Report {
         node: context.config.node_name.clone(),
         at,
@@ -272,7 +272,7 @@ async fn plan_report(context: &Context, ages: &mut Ages) -> Result<Report, Colle
                 id: judged.image.id,
                 bytes: judged.image.size,
                 last_used: judged.last_used,
-                decision: judged.fate,
+                decision: judged.decision,
             })
             .collect(),
         containers: containers.map_err(CollectError::Containers)?,

@@ -222,7 +222,7 @@ impl Access {
         }
     }
 
-    async fn may(&self, who: &Identity, needs: &RequiredPermission) -> Result<bool, String> {
+    async fn authorize(&self, who: &Identity, needs: &RequiredPermission) -> Result<bool, String> {
         if !self.serving.reviews {
             return Ok(true);
         }

@@ -476,36 +476,48 @@ mod tests {
         let nodes = Resource::find("", "v1", "nodes").expect("nodes");
         let leases = Resource::find("coordination.k8s.io", "v1", "leases").expect("leases");
         let cases = [
-            (&master, attributes("delete", nodes, "", "", "n1"), true),
-            (&node, attributes("patch", nodes, "status", "", "n1"), true),
-            (&node, attributes("patch", nodes, "status", "", "n2"), false),
-            (&node, attributes("delete", nodes, "", "", "n1"), false),
+            (&master, attributes_of("delete", nodes, "", "", "n1"), true),
             (
                 &node,
-                attributes("update", leases, "", "kube-node-lease", "n1"),
+                attributes_of("patch", nodes, "status", "", "n1"),
                 true,
             ),
             (
                 &node,
-                attributes("update", leases, "", "kube-node-lease", "n2"),
+                attributes_of("patch", nodes, "status", "", "n2"),
                 false,
             ),
-            (&account, attributes("list", pods, "", "default", ""), false),
+            (&node, attributes_of("delete", nodes, "", "", "n1"), false),
+            (
+                &node,
+                attributes_of("update", leases, "", "kube-node-lease", "n1"),
+                true,
+            ),
+            (
+                &node,
+                attributes_of("update", leases, "", "kube-node-lease", "n2"),
+                false,
+            ),
+            (
+                &account,
+                attributes_of("list", pods, "", "default", ""),
+                false,
+            ),
             (
                 &anonymous,
-                attributes("list", pods, "", "default", ""),
+                attributes_of("list", pods, "", "default", ""),
                 false,
             ),
-            (&node, attributes("get", nodes, "", "", "n1"), true),
-            (&node, attributes("get", nodes, "", "", "n2"), false),
-            (&node, attributes("list", nodes, "", "", ""), false),
-            (&node, attributes("list", nodes, "", "", "n1"), true),
-            (&node, attributes("list", pods, "", "", ""), false),
+            (&node, attributes_of("get", nodes, "", "", "n1"), true),
+            (&node, attributes_of("get", nodes, "", "", "n2"), false),
+            (&node, attributes_of("list", nodes, "", "", ""), false),
+            (&node, attributes_of("list", nodes, "", "", "n1"), true),
+            (&node, attributes_of("list", pods, "", "", ""), false),
             (
                 &node,
                 Attributes {
                     on_node: "n1",
-                    ..attributes("watch", pods, "", "", "")
+                    ..attributes_of("watch", pods, "", "", "")
                 },
                 true,
             ),
@@ -513,13 +525,13 @@ mod tests {
                 &node,
                 Attributes {
                     on_node: "n2",
-                    ..attributes("watch", pods, "", "", "")
+                    ..attributes_of("watch", pods, "", "", "")
                 },
                 false,
             ),
             (
                 &node,
-                attributes("deletecollection", leases, "", "kube-node-lease", "n1"),
+                attributes_of("deletecollection", leases, "", "kube-node-lease", "n1"),
                 false,
             ),
         ];

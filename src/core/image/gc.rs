@@ -197,30 +197,30 @@ impl Ledger {
         minimum_age: SignedDuration,
         now: Timestamp,
         users: impl Fn(&ImageOnNode) -> Vec<String>,
-    ) -> Vec<ImageDecision> {
-        let decision = |image: &ImageOnNode, fate| ImageDecision {
+    ) -> Vec<PlannedImage> {
+        let planned = |image: &ImageOnNode, decision| PlannedImage {
             image: image.clone(),
             last_used: self.known(image, now).used,
-            fate,
+            decision,
         };
         let mut freed = 0;
-        let mut all: Vec<ImageDecision> = plan
+        let mut all: Vec<PlannedImage> = plan
             .aged
             .iter()
-            .map(|image| decision(image, Decision::Remove(RemovalReason::Age)))
+            .map(|image| planned(image, Decision::Remove(RemovalReason::Age)))
             .collect();
         for image in &plan.candidates {
-            let fate = match freed < plan.wanted {
+            let decision = match freed < plan.wanted {
                 true => Decision::Remove(RemovalReason::Space),
                 false => Decision::Keep(KeepReason::Enough),
             };
             freed = freed.saturating_add(image.size);
-            all.push(decision(image, fate));
+            all.push(planned(image, decision));
         }
         let rest = images
             .iter()
             .filter(|i| !plan.aged.contains(i) && !plan.candidates.contains(i));
-        let mut rest: Vec<ImageDecision> = rest
+        let mut rest: Vec<PlannedImage> = rest
             .map(|image| {
                 let age = now.duration_since(self.known(image, now).detected);
                 let stay = match image {
@@ -229,10 +229,10 @@ impl Ledger {
                     _ if age < minimum_age => KeepReason::New,
                     _ => KeepReason::NoNeed,
                 };
-                decision(image, Decision::Keep(stay))
+                planned(image, Decision::Keep(stay))
             })
             .collect();
-        rest.sort_by_key(|decision| (decision.last_used, decision.image.id.clone()));
+        rest.sort_by_key(|planned| (planned.last_used, planned.image.id.clone()));
         all.extend(rest);
         all
     }
@@ -240,13 +240,13 @@ impl Ledger {
 
 /// An image and the decision about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ImageDecision {
+pub struct PlannedImage {
     /// The image.
     pub image: ImageOnNode,
     /// When the image was last seen in use.
     pub last_used: Option<Timestamp>,
     /// The decision.
-    pub fate: Decision,
+    pub decision: Decision,
 }
 
 #[cfg(test)]
@@ -430,7 +430,7 @@ mod tests {
             let plan = ledger.plan(&more, rules, full, at(0), at(150));
             let by = |_: &ImageOnNode| vec!["pod n/p".to_owned()];
             let all = ledger.decisions(&more, &plan, rules.minimum_age, at(150), by);
-            all.into_iter().map(|j| (j.image.id, j.fate)).collect()
+            all.into_iter().map(|j| (j.image.id, j.decision)).collect()
         };
         let in_use = Decision::Keep(KeepReason::InUse(vec!["pod n/p".into()]));
         let kept = |stay| Decision::Keep(stay);

@@ -590,9 +590,9 @@ mod tests {
         ] {
             let made = persistent(volume(json!({}), spec.clone())).expect("a translation");
             let csi = made.spec.and_then(|s| s.csi).expect("a CSI volume");
-            let attributes = serde_json::to_value(&csi.volume_attributes).expect("a map");
+            let translated = serde_json::to_value(&csi.volume_attributes).expect("a map");
             assert_eq!(
-                (csi.driver.as_str(), csi.volume_handle.as_str(), &attributes),
+                (csi.driver.as_str(), csi.volume_handle.as_str(), &translated),
                 (driver, handle, &attributes),
                 "{spec}"
             );

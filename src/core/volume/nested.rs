@@ -56,7 +56,7 @@ mod tests {
         let of = |mounts: Value| {
             let spec = json!({"containers": [{"name": "c", "volumeMounts": mounts}]});
             let pod: Pod = serde_json::from_value(json!({"spec": spec})).expect("a pod");
-            let found = mount_points_within(pod, "v").into_iter();
+            let found = mount_points_within(&pod, "v").into_iter();
             found
                 .map(|path| path.display().to_string())
                 .collect::<Vec<_>>()

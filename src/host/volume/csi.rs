@@ -570,7 +570,7 @@ mod tests {
             let Problem::Permissions(giving) = problem else {
                 panic!("{problem}");
             };
-            assert_eq!(giving.shown, "u/volumes/kubernetes.io~csi/pv/mount");
+            assert_eq!(giving.display_path, "u/volumes/kubernetes.io~csi/pv/mount");
             assert_eq!(giving.root, volume.target);
         }
         assert_eq!(host.calls.pending(), 1, "the change is started only once");
