@@ -509,15 +509,11 @@ async fn forbidden_objects_are_retried_quietly_until_authorised() {
     // A reader waits for the first response for at most a second.
     until("a forbidden request", || forbidden() > 0).await;
     let refused = watched.get("n", "m").await;
-    assert!(
-        matches!(refused, Err(ApiFailure::Forbidden(_))),
-        "{refused:?}"
-    );
+    let is_forbidden = matches!(refused, Err(ApiFailure::Forbidden(_)));
+    assert!(is_forbidden, "{refused:?}");
     forbids(false);
-    until("a notification", || {
-        notifications.load(Ordering::Relaxed) == 1
-    })
-    .await;
+    let notified = || notifications.load(Ordering::Relaxed) == 1;
+    until("a notification", notified).await;
     assert!(watched.get("n", "m").await.is_ok());
 
     // The pod is deleted, and with it the authorisation. The object is retried rarely, and its last

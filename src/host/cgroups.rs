@@ -414,11 +414,11 @@ impl Cgroups {
         if found.is_empty() && sys::cgroup::exists(&path) {
             return None;
         }
-        let written = self.write(&name, owner, values).await;
+        let outcome = self.write(&name, owner, values).await;
         Some(RestoredCgroup {
             cgroup: name,
             changes: found,
-            error: written.err().map(|e| e.to_string()),
+            error: outcome.err().map(|e| e.to_string()),
         })
     }
 

@@ -576,10 +576,8 @@ async fn tokens_are_bound_to_pods_secrets_and_nodes() {
     server.ok("DELETE", &format!("{secrets}/s"), &null).await;
     server.ok("DELETE", "/api/v1/nodes/n1", &null).await;
     assert!(authenticate(&of_secret).is_none() && authenticate(&of_node).is_none());
-    assert!(
-        authenticate(&of_pod).is_some(),
-        "a pod's token outlives its node"
-    );
+    // A pod's token outlives its node.
+    assert!(authenticate(&of_pod).is_some());
     // The pod's deletion time is now, and a finalizer keeps the object: the token is valid for the leeway only.
     let deleted = server
         .ok("DELETE", &format!("{PODS}/p?gracePeriodSeconds=0"), &null)
@@ -587,8 +585,8 @@ async fn tokens_are_bound_to_pods_secrets_and_nodes() {
     assert!(authenticate(&of_pod).is_some());
     let before = jiff::Timestamp::now() - jiff::SignedDuration::from_secs(70);
     let mut record = deleted;
-    record["metadata"]["deletionTimestamp"] =
-        json!(before.strftime("%Y-%m-%dT%H:%M:%SZ").to_string());
+    let time = before.strftime("%Y-%m-%dT%H:%M:%SZ").to_string();
+    record["metadata"]["deletionTimestamp"] = time.into();
     let key = "pods/default/p";
     let revision = server.0.store().get(key).unwrap().revision;
     let write = holdfast::control::store::Write {

@@ -112,20 +112,14 @@ impl RequestParameters {
         if any {
             let packets = Packets::open(self.link.0)
                 .map_err(|e| Error::doing("opening a socket for DHCP failed", e))?;
-            return accept_answer(&self.exchange(
-                &packets,
-                &request,
-                &[kind::ACK, kind::NAK],
-                until,
-            )?);
+            let answer = self.exchange(&packets, &request, &[kind::ACK, kind::NAK], until)?;
+            return accept_answer(&answer);
         }
         request.broadcast = false;
+        let server = lease.server;
         let failed = |e: io::Error| {
             Error::doing(
-                format!(
-                    "sending a request to the DHCP server {} failed",
-                    lease.server
-                ),
+                format!("sending a request to the DHCP server {server} failed"),
                 e,
             )
         };
@@ -138,10 +132,7 @@ impl RequestParameters {
             .filter(|remaining| !remaining.is_zero())
         {
             socket
-                .send_to(
-                    &request.encode(),
-                    SocketAddrV4::new(lease.server, SERVER_PORT),
-                )
+                .send_to(&request.encode(), SocketAddrV4::new(server, SERVER_PORT))
                 .map_err(failed)?;
             socket
                 .set_read_timeout(Some(wait.min(remaining)))
@@ -166,8 +157,7 @@ impl RequestParameters {
             wait = (wait * 2).min(self.max_retransmit_delay);
         }
         Err(Error::other(format!(
-            "the DHCP server {} does not answer",
-            lease.server
+            "the DHCP server {server} does not answer"
         )))
     }
 

@@ -153,10 +153,8 @@ fn classify(
                 if present.contains(address) {
                     State::Used
                 } else {
-                    leaked(format!(
-                        "{} of its container does not have it",
-                        record.ifname
-                    ))
+                    let ifname = &record.ifname;
+                    leaked(format!("{ifname} of its container does not have it"))
                 }
             };
             (

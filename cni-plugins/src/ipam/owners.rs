@@ -435,19 +435,16 @@ mod tests {
             machine: "m".into(),
             uptime: Duration::from_secs(1000),
         };
+        let has_processes = |n: u64| namespaces_with_processes().contains(&n);
         let own = "/proc/self/ns/net";
         let record = Record::new("c", "eth0", own, &now);
-        assert_eq!(
-            record.owner_state(&now, |n| namespaces_with_processes().contains(&n)),
-            OwnerState::Exists
-        );
+        assert_eq!(record.owner_state(&now, has_processes), OwnerState::Exists);
         let before = MachineState {
             boot: "b1".into(),
             ..now.clone()
         };
         assert!(matches!(
-            Record::new("c", "eth0", own, &before)
-                .owner_state(&now, |n| namespaces_with_processes().contains(&n)),
+            Record::new("c", "eth0", own, &before).owner_state(&now, has_processes),
             OwnerState::Removed(_)
         ));
         let elsewhere = MachineState {
@@ -455,8 +452,7 @@ mod tests {
             ..before.clone()
         };
         assert_eq!(
-            Record::new("c", "eth0", own, &elsewhere)
-                .owner_state(&now, |n| namespaces_with_processes().contains(&n)),
+            Record::new("c", "eth0", own, &elsewhere).owner_state(&now, has_processes),
             OwnerState::Unknown,
             "a shared directory"
         );
@@ -465,7 +461,7 @@ mod tests {
                 netns: "/nonexistent".into(),
                 ..record.clone()
             }
-            .owner_state(&now, |n| namespaces_with_processes().contains(&n)),
+            .owner_state(&now, has_processes),
             OwnerState::Exists,
             "the namespace still has processes"
         );
@@ -478,7 +474,7 @@ mod tests {
                 },
                 ..record.clone()
             }
-            .owner_state(&now, |n| namespaces_with_processes().contains(&n)),
+            .owner_state(&now, has_processes),
             OwnerState::Removed(_)
         ));
         assert_eq!(
@@ -486,7 +482,7 @@ mod tests {
                 origin: MachineState::default(),
                 ..record.clone()
             }
-            .owner_state(&now, |n| namespaces_with_processes().contains(&n)),
+            .owner_state(&now, has_processes),
             OwnerState::Unknown
         );
         assert_eq!(Record::parse(&record.text()), Some(record));

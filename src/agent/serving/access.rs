@@ -442,12 +442,10 @@ mod tests {
             let answer = code(&access, &nobody, Some(&wrong), "GET", "/metrics").await;
             assert_eq!(answer, 401);
         }
-        let requests = fixed.requests.load(Ordering::Relaxed);
+        let requests = || fixed.requests.load(Ordering::Relaxed);
+        let before = requests();
         let answer = code(&access, &nobody, Some("good"), "GET", "/metrics").await;
-        assert_eq!(
-            (answer, fixed.requests.load(Ordering::Relaxed)),
-            (200, requests)
-        );
+        assert_eq!((answer, requests()), (200, before));
 
         let tokens: Vec<String> = (0..MAX_PARALLEL_REVIEWS + MAX_WAITING_REVIEWS)
             .map(|n| format!("slow{n}"))

@@ -54,14 +54,9 @@ impl Api {
             self.check_writer(user, &write)?;
             let mut new = old.clone();
             let is_deleted = mark_deleted(resource, &mut new, &options);
+            let answer = |body| deleted_answer(resource, is_deleted, &old, body, warnings.clone());
             if options.dry_run {
-                return Ok(deleted_answer(
-                    resource,
-                    is_deleted,
-                    &old,
-                    record.value,
-                    warnings,
-                ));
+                return Ok(answer(record.value));
             }
             let key = resource.key(namespace, name);
             if is_deleted && resource.kind == "Pod" && new != old {
@@ -78,15 +73,7 @@ impl Api {
                     .await
             };
             match done {
-                Ok(record) => {
-                    return Ok(deleted_answer(
-                        resource,
-                        is_deleted,
-                        &old,
-                        record.value,
-                        warnings,
-                    ));
-                }
+                Ok(record) => return Ok(answer(record.value)),
                 Err(WriteError::Conflict(_)) => {}
                 Err(other) => return Err(ApiError::internal(other)),
             }

@@ -629,17 +629,12 @@ impl Worker {
             status::keep_terminal_status(&mut status, terminal);
         }
         self.completed = pod::is_final(&status);
-        if !ended
-            && pod::is_final(&status)
-            && !pod::is_final(&self.status)
-            && (observed.live().next().is_some() || self.may_be_starting())
-        {
+        let becomes_final = self.completed && !pod::is_final(&self.status);
+        let has_live = observed.live().next().is_some() || self.may_be_starting();
+        if becomes_final && !ended && has_live {
             // A terminal phase means that no container runs any more, including sidecars.
             status.phase = Some("Running".into());
-        } else if pod::is_final(&status)
-            && !pod::is_final(&self.status)
-            && self.needs_claim_release()
-        {
+        } else if becomes_final && self.needs_claim_release() {
             // A terminal phase also means that the pod's devices are released.
             let before = self.status.phase.clone();
             status.phase = before.or_else(|| Some("Pending".into()));

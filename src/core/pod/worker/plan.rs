@@ -178,9 +178,9 @@ impl Worker {
         plan.wake
             .extend(status::deadline(&self.effective, &self.status));
         let Some(observed) = self.observed.clone() else {
-            plan.waits
+            return plan
+                .waits
                 .push("waiting for the first runtime status".into());
-            return;
         };
         let actions = self.plan_actions();
         plan.to_restart.clone_from(&actions.to_restart);
@@ -203,16 +203,15 @@ impl Worker {
             return;
         }
         for kill in &actions.kill {
-            let grace = kill
-                .grace
-                .unwrap_or_else(|| pod::grace_seconds(&self.effective));
-            plan.ops
-                .push(self.stop_within(kill.clone(), grace, facts.now));
+            let default = || pod::grace_seconds(&self.effective);
+            let grace = kill.grace.unwrap_or_else(default);
+            let stop = self.stop_within(kill.clone(), grace, facts.now);
+            plan.ops.push(stop);
         }
         // If only the cgroup remains to be resized, containers that restart for their new size stop first.
-        let rest = actions.sandbox.is_some() && actions.kill.is_empty();
-        let needs_resize =
-            !actions.resize.is_empty() || (rest && self.resizing.needs_cgroup_resize(&self.wanted));
+        let only_cgroup = actions.sandbox.is_some() && actions.kill.is_empty();
+        let needs_resize = !actions.resize.is_empty()
+            || (only_cgroup && self.resizing.needs_cgroup_resize(&self.wanted));
         // A failing upkeep does not block the resize.
         let has_upkeep =
             self.upkeep_at.is_some() || self.retries.iter().any(|r| r.key == Key::Upkeep);
