@@ -9,6 +9,7 @@ use crate::core::fault::Fault;
 use crate::core::pod;
 use crate::core::pod::journal::Step;
 use crate::core::pod::worker::Outcome;
+use crate::cri::RuntimeError;
 
 impl Job {
     /// Releases volumes and cgroup. With `content`, for a pod that leaves the node, also
@@ -57,12 +58,15 @@ impl Job {
             .observe(pod::uid(&self.pod))
             .await
             .map_err(|e| Fault::from(e).context("cannot read the pod's state from the runtime"))?;
-        let removals = observed
+        let fault = |e: RuntimeError| Fault::from(e).context("the sandbox cannot be removed");
+        let newest = observed.sandboxes.iter().max_by_key(|s| s.attempt);
+        let older = observed
             .sandboxes
             .iter()
-            .map(|s| runtime.remove_sandbox(&s.id));
+            .filter(|s| newest.is_some_and(|newest| newest.id != s.id));
+        let removals = older.map(|s| runtime.remove_sandbox(&s.id));
         for removed in futures::future::join_all(removals).await {
-            removed.map_err(|e| Fault::from(e).context("the sandbox cannot be removed"))?;
+            removed.map_err(fault)?;
         }
         let orphans = observed
             .containers
@@ -73,6 +77,11 @@ impl Job {
             removed.map_err(|e| {
                 Fault::from(e).context(&format!("container {} cannot be removed", container.name))
             })?;
+        }
+        // The newest sandbox goes last. If older ones remained without it, the status of a static pod that starts again
+        // would show their containers, and its restart counts would decrease.
+        if let Some(newest) = newest {
+            runtime.remove_sandbox(&newest.id).await.map_err(fault)?;
         }
         Ok(())
     }
