@@ -1,6 +1,8 @@
 # `make help` lists the targets.
 CARGO ?= cargo
+# `make up` runs what builds in minutes. What stays, and what is measured, has the profile `dist`.
 RELEASE = target/release/holdfast
+DIST = target/dist/holdfast
 
 .DEFAULT_GOAL := help
 
@@ -13,15 +15,19 @@ deps: ## Install the distribution's packages for running (containerd, runc)
 test-deps: ## Install the additional packages for the tests
 	@sh tests/support/install.sh containerd runc busybox-static iproute2 nftables iptables containernetworking-plugins podman firewalld dbus kubectl docker-registry qemu-system-x86 e2fsprogs xfsprogs mmdebstrap kmod patchelf secilc
 
-# Static, because finding shared libraries would take a third of a plugin's start.
-HOST = $(shell rustc -vV | sed -n 's/^host: //p')
-STATIC = target/$(HOST)/release/holdfast-cni
-cni: ## Build the CNI plugins as one static binary
-	RUSTFLAGS="-C target-feature=+crt-static" $(CARGO) build --release --locked -p holdfast-cni --target $(HOST)
+# The CNI plugins are static, because finding shared libraries would take a third of a plugin's start. The flag is passed to
+# the program alone, so its library is compiled once for both programs.
+CNI = --locked -p holdfast-cni --bin holdfast-cni -- -C target-feature=+crt-static
+PROGRAM = --locked -p holdfast --bin holdfast
+build: ## Build both programs quickly, into target/release
+	$(CARGO) rustc --release $(CNI)
+	$(CARGO) build --release $(PROGRAM)
 
-build: cni ## Build the release binaries
-	$(CARGO) build --release --workspace --locked
-	@install -m 755 $(STATIC) target/release/holdfast-cni
+dist: cni ## Build both programs for packages, make install and make bench, into target/dist
+	$(CARGO) build --profile dist $(PROGRAM)
+
+cni: ## Build the CNI plugins as one static binary, into target/dist
+	$(CARGO) rustc --profile dist $(CNI)
 
 up: deps build ## Start a cluster on this machine
 	@$(RELEASE) up
@@ -34,10 +40,10 @@ PREFIX ?= /usr/local
 UNITS = $(PREFIX)/lib/systemd/system
 SHARE = $(PREFIX)/share/holdfast
 UNIT_FILES = holdfast-agent.service holdfast-dhcp.service holdfast-dhcp.socket
-install: ## Install the release binaries and their units (PREFIX, DESTDIR)
-	@test -x $(RELEASE) || { echo "$(RELEASE) is not built; run make build first"; exit 1; }
-	install -D -m 755 $(RELEASE) $(DESTDIR)$(PREFIX)/bin/holdfast
-	install -D -m 755 $(dir $(RELEASE))holdfast-cni $(DESTDIR)$(PREFIX)/bin/holdfast-cni
+install: ## Install the programs of make dist and their units (PREFIX, DESTDIR)
+	@test -x $(DIST) || { echo "$(DIST) is not built; run make dist first"; exit 1; }
+	install -D -m 755 $(DIST) $(DESTDIR)$(PREFIX)/bin/holdfast
+	install -D -m 755 $(dir $(DIST))holdfast-cni $(DESTDIR)$(PREFIX)/bin/holdfast-cni
 	for unit in $(UNIT_FILES); do install -D -m 644 systemd/$$unit $(DESTDIR)$(UNITS)/$$unit && sed -i 's|/usr/local/bin/|$(PREFIX)/bin/|' $(DESTDIR)$(UNITS)/$$unit || exit 1; done
 	install -D -m 644 systemd/20-holdfast.conf $(DESTDIR)$(SHARE)/20-holdfast.conf
 	sed -i 's|/usr/local/bin/|$(PREFIX)/bin/|' $(DESTDIR)$(SHARE)/20-holdfast.conf
@@ -88,11 +94,10 @@ fuzz: ## Fuzz the bundled API and all decoders (SECONDS=60 for each kind)
 	PROPTEST_CASES=$(or $(SECONDS),60)0000 $(CARGO) test --locked --lib -- $(READERS)
 	PROPTEST_CASES=$(or $(SECONDS),60)0000 $(CARGO) test --locked -p holdfast-cni --lib -- $(READERS)
 
-# A release, because the limits are absolute; without LTO, which takes minutes and changes little here.
-SOAK = CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 $(CARGO)
+# A release, because the limits are absolute.
 soak: test-deps ## Run hostile clients while pods start and stop; needs an otherwise idle machine (MINUTES=10)
-	$(SOAK) build --release --locked -p holdfast-cni
-	HOLDFAST_SOAK_MINUTES=$(or $(MINUTES),10) $(SOAK) test --release --locked --test soak -- --nocapture
+	$(CARGO) rustc --release $(CNI)
+	HOLDFAST_SOAK_MINUTES=$(or $(MINUTES),10) $(CARGO) test --release --locked --test soak -- --nocapture
 
 rounds: test-deps ## Run random pods and volumes with kills, full disks and removed devices (ROUNDS=1000 SEED=1)
 	$(CARGO) build --locked -p holdfast-cni
@@ -103,10 +108,9 @@ power: test-deps machine ## Shut down a virtual node or cut its power, repeatedl
 	HOLDFAST_CYCLES=$(or $(CYCLES),19) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test --locked --test machines power -- --nocapture
 
 bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENCHMARKS.md)
-	@install -D -m 755 $(STATIC) target/release/holdfast-cni
-	$(CARGO) bench --locked --bench pods
+	$(CARGO) bench --profile dist --locked --bench pods
 
 bench-cni: test-deps cni ## Compare the CNI plugins with the distribution's
-	HOLDFAST_CNI=$(CURDIR)/$(STATIC) $(CARGO) bench --locked -p holdfast-cni --bench cni
+	HOLDFAST_CNI=$(CURDIR)/$(dir $(DIST))holdfast-cni $(CARGO) bench --profile dist --locked -p holdfast-cni --bench cni
 
-.PHONY: help install uninstall cni runtimes kubectls machine sim fuzz soak rounds power deps test-deps build up down test check bench bench-cni
+.PHONY: help install uninstall dist cni runtimes kubectls machine sim fuzz soak rounds power deps test-deps build up down test check bench bench-cni

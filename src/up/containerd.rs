@@ -155,7 +155,7 @@ fn cni_binary() -> anyhow::Result<PathBuf> {
         PathBuf::from("/usr/lib/holdfast/holdfast-cni"),
         PathBuf::from("/opt/cni/bin/holdfast-cni"),
     ];
-    places.iter().find(|p| p.is_file()).cloned().with_context(|| format!("the CNI plugins (holdfast-cni) are not in the directory of {}; build them with `cargo build --release --workspace`, or install them in /usr/lib/holdfast", own.display()))
+    places.iter().find(|p| p.is_file()).cloned().with_context(|| format!("the CNI plugins (holdfast-cni) are not in the directory of {}; build them with `make build`, or install them in /usr/lib/holdfast", own.display()))
 }
 
 /// Waits until a runtime answers CRI v1 at `endpoint`, as long as `alive` returns true.

@@ -28,7 +28,7 @@ fn a_kubelets_unit_switches_to_holdfast_and_back() {
     let made = Command::new("make")
         .arg("install")
         .arg(format!("DESTDIR={}", root.path().display()))
-        .arg(format!("RELEASE={}", support::holdfast().display()))
+        .arg(format!("DIST={}", support::holdfast().display()))
         .status();
     assert!(made.unwrap().success());
     // The programs are in the image already.
