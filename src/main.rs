@@ -85,7 +85,7 @@ fn main() -> ExitCode {
         println!("{text}");
         return ExitCode::SUCCESS;
     }
-    sys::memory::limit_arenas();
+    sys::memory::limit_malloc();
     https::abort_on_panic();
     // The agent starts its log later, as its configuration requires.
     if !matches!(command, Command::Agent { running: None, .. }) {
