@@ -588,9 +588,12 @@ async fn pods(client: Client, image: String, until: Instant) -> (i64, Duration) 
         }
         // Events last an hour. Those of earlier pods are deleted, so that the store does not grow.
         let earlier = format!("involvedObject.name=soak-{}", count - 10);
-        let earlier = ListParams::default().fields(&earlier);
-        let deleted = events.delete_collection(&DeleteParams::default(), &earlier);
-        deleted.await.unwrap();
+        let (options, earlier) = (
+            DeleteParams::default(),
+            ListParams::default().fields(&earlier),
+        );
+        let deleted = events.delete_collection(&options, &earlier).await;
+        deleted.unwrap();
         count += 1;
     }
     (count, longest)
