@@ -509,7 +509,7 @@ fn uninstalling_leaves_only_files_of_the_administrator() {
         let mut command = Command::new("make");
         command.args([target, "PREFIX=/usr"]);
         command.arg(format!("DESTDIR={}", root.path().display()));
-        command.arg(format!("RELEASE={}", support::holdfast().display()));
+        command.arg(format!("DIST={}", support::holdfast().display()));
         let output = command.output().unwrap();
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         (output.status.success(), error)
