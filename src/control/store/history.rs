@@ -14,7 +14,7 @@ use super::{Compacted, Event};
 pub(super) const MAX_CHANGES: usize = 8192;
 /// Maximum number of bytes per kind that are no longer fresh, including the overhead per
 /// change. The newest change of a kind is always kept.
-pub(super) const MAX_BYTES: usize = 8 << 20;
+pub(super) const MAX_BYTES: usize = 2 << 20;
 
 /// Retention limits.
 #[derive(Debug, Clone, Copy)]
@@ -212,7 +212,7 @@ mod tests {
         all.expect("changes since the oldest revision").len()
     }
 
-    /// 80 MiB of changes in ten seconds are kept for 75 seconds, and reduced to 8 MiB when another kind changes later.
+    /// 80 MiB of changes in ten seconds are kept for 75 seconds, and reduced to 2 MiB when another kind changes later.
     #[test]
     fn changes_of_any_size_are_kept_for_the_minimum_time() {
         let mut history = History::default();
@@ -227,7 +227,7 @@ mod tests {
         let dropped = history.push(event("leases/n/l", 101, 10), at(80_000));
         assert!((38..=42).contains(&dropped.len()), "{}", dropped.len());
         history.push(event("leases/n/l", 102, 10), at(90_000));
-        assert!(kept(&history, "pods/") <= 8, "{}", kept(&history, "pods/"));
+        assert!(kept(&history, "pods/") <= 2, "{}", kept(&history, "pods/"));
         assert!(history.bytes <= MAX_BYTES + 3000, "{}", history.bytes);
         assert!(history.after(1, "pods/", 1).is_err());
     }
