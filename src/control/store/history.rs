@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::{Compacted, Event};
 
 /// Maximum number of changes per kind that are no longer fresh.
-pub(super) const MAX_CHANGES: usize = 8192;
+pub(super) const MAX_CHANGES: usize = 2048;
 /// Maximum number of bytes per kind that are no longer fresh, including the overhead per
 /// change. The newest change of a kind is always kept.
 pub(super) const MAX_BYTES: usize = 2 << 20;
