@@ -110,7 +110,8 @@ power: test-deps machine ## Shut down a virtual node or cut its power, repeatedl
 bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENCHMARKS.md)
 	$(CARGO) bench --profile dist --locked --bench pods
 
+# Cargo builds the program for its benchmark too, without the flag: in target/release, so the measured one stays.
 bench-cni: test-deps cni ## Compare the CNI plugins with the distribution's
-	HOLDFAST_CNI=$(CURDIR)/$(dir $(DIST))holdfast-cni $(CARGO) bench --profile dist --locked -p holdfast-cni --bench cni
+	HOLDFAST_CNI=$(CURDIR)/$(dir $(DIST))holdfast-cni $(CARGO) bench --locked -p holdfast-cni --bench cni
 
 .PHONY: help install uninstall dist cni runtimes kubectls machine sim fuzz soak rounds power deps test-deps build up down test check bench bench-cni
