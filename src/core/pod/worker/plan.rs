@@ -281,6 +281,8 @@ impl Worker {
             // A failure here must not block the token refresh of a running pod, nor the restart of its containers.
             plan.ops.push(Op::Upkeep);
             if self.adopts_empty_sandbox(actions) {
+                plan.waits
+                    .push("its cgroup and directories are being created".into());
                 return;
             }
         }
@@ -365,14 +367,14 @@ impl Worker {
     }
 
     /// Whether the pod's sandbox has no container yet and this worker has not prepared the pod. In this case the call
-    /// that created the sandbox was cancelled, and the directories may have been released since.
+    /// that created the sandbox was cancelled, and the directories may have been released since. As with a new sandbox,
+    /// nothing starts until the upkeep succeeds.
     fn adopts_empty_sandbox(&self, actions: &PodActions) -> bool {
         let (Some(sandbox), Some(observed)) = (&actions.sandbox, &self.observed) else {
             return false;
         };
         let is_empty = observed.containers.iter().all(|c| c.sandbox != *sandbox);
-        let has_failed = self.retries.iter().any(|r| r.key == Key::Upkeep);
-        is_empty && self.upkeep_at.is_none() && !has_failed
+        is_empty && self.upkeep_at.is_none()
     }
 
     fn needs_preparation(&self, facts: &Facts) -> bool {

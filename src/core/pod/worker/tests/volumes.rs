@@ -254,7 +254,7 @@ fn refreshes_are_rate_limited_whatever_the_rate_of_changes() {
 }
 
 /// A sandbox without containers may come from a cancelled call, after which the directories were released (simulation
-/// seed 83). The pod is prepared before its volumes, as for a new sandbox.
+/// seed 83). The pod is prepared before its volumes, as for a new sandbox, also if that fails at first (seed 3067).
 #[test]
 fn a_pod_with_a_leftover_empty_sandbox_is_prepared_before_its_volumes() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
@@ -264,6 +264,11 @@ fn a_pod_with_a_leftover_empty_sandbox_is_prepared_before_its_volumes() {
     run.settle_but(|op| matches!(op, Op::Upkeep));
     assert_eq!(run.count(&Key::Upkeep), 1);
     assert_eq!(run.count(&Key::Volumes), 0, "{:?}", run.begun);
+    run.done(&Key::Upkeep, Outcome::Failed(Fault::later("no answer")));
+    run.settle_but(|op| matches!(op, Op::Upkeep));
+    assert_eq!(run.count(&Key::Volumes), 0, "{:?}", run.begun);
+    run.now += 60_000;
+    run.input(Input::Tick);
     run.settle();
     assert_eq!((run.phase(), run.count(&Key::Prepare)), ("Running", 0));
 }
