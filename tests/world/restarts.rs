@@ -144,13 +144,18 @@ impl State {
         }
     }
 
-    /// Whether the upkeep of a pod fails: the pod has a ready sandbox, and the world fails upkeep.
+    /// Whether the upkeep of a pod fails: the pod has a ready sandbox with a container, and the world fails upkeep. A
+    /// pod with an empty sandbox may wait for its directories, like a new one.
     pub(super) fn upkeep_fails(&self, uid: &str) -> bool {
+        let has_started = |sandbox: &String| {
+            let mut containers = self.containers.values();
+            containers.any(|c| c.container.sandbox == *sandbox)
+        };
         self.is_upkeep_failing
             && self
                 .sandboxes
-                .values()
-                .any(|b| b.uid == uid && b.sandbox.ready)
+                .iter()
+                .any(|(id, b)| b.uid == uid && b.sandbox.ready && has_started(id))
     }
 }
 
