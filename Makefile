@@ -85,14 +85,13 @@ check: ## Check format, lints and, with cargo-deny, licences and sources
 
 # With opt-level 1, a seed takes less than half the time.
 sim: ## Run many seeds of the simulation (SEEDS=5000)
-	HOLDFAST_SEEDS=$(or $(SEEDS),5000) $(CARGO) test --locked --test sim $(FLAGS) --config profile.dev.package.holdfast.opt-level=1 --config 'profile.dev.package.holdfast.debug="line-tables-only"'
+	HOLDFAST_SEEDS=$(or $(SEEDS),5000) CARGO_PROFILE_DEV_OPT_LEVEL=1 $(CARGO) test --locked --test sim $(FLAGS)
 
 # Property tests of decoders besides the API, whose names begin with any_: frames, selectors, patches, and messages of D-Bus, netlink and DHCP servers.
 READERS = any_ selector::
 fuzz: ## Fuzz the bundled API and all decoders (SECONDS=60 for each kind)
 	HOLDFAST_FUZZ_SECONDS=$(or $(SECONDS),60) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --test control fuzz
-	PROPTEST_CASES=$(or $(SECONDS),60)0000 $(CARGO) test --locked --lib -- $(READERS)
-	PROPTEST_CASES=$(or $(SECONDS),60)0000 $(CARGO) test --locked -p holdfast-cni --lib -- $(READERS)
+	PROPTEST_CASES=$(or $(SECONDS),60)0000 $(CARGO) test --locked --workspace --lib -- $(READERS)
 
 # A release, because the limits are absolute.
 soak: test-deps ## Run hostile clients while pods start and stop; needs an otherwise idle machine (MINUTES=10)

@@ -21,8 +21,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::{StreamExt as _, TryStreamExt as _};
-use holdfast::core::pod::cri_config;
-use holdfast::cri::{CriClient, Runtime as _};
+use holdfast_core::pod::cri_config;
+use holdfast_cri::{CriClient, Runtime as _};
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret};
 use kube::api::{DeleteParams, ListParams, PostParams, WatchEvent, WatchParams};
@@ -582,7 +582,7 @@ async fn main() {
     }
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let cluster = Cluster::start_configured("bench", 90, &format!("maxPods: {}", MOST + 2));
-    let client = holdfast::kubeapi::client::connect(&cluster.data().join("kubeconfig"))
+    let client = holdfast_kubeapi::client::connect(&cluster.data().join("kubeconfig"))
         .await
         .unwrap();
     let api: Api<Pod> = Api::default_namespaced(client.clone());
@@ -622,7 +622,7 @@ async fn main() {
     delete(&api, &[all, more].concat()).await;
     tokio::time::sleep(Duration::from_secs(5)).await;
     let rss_after = rss_mib(agent);
-    let _ = holdfast::sys::cgroup::remove("/holdfast-floor");
+    let _ = holdfast_sys::cgroup::remove("/holdfast-floor");
     let _ = std::fs::remove_dir_all(FLOOR);
 
     println!("\nOn {control}:");

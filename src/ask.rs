@@ -8,10 +8,10 @@ use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::body::Bytes;
 use hyper_util::rt::TokioIo;
 
-use crate::core::json;
-use crate::core::node::collection;
-use crate::core::pod::explain::Explanation;
-use crate::core::pod::record::Report;
+use holdfast_core::json;
+use holdfast_core::node::collection;
+use holdfast_core::pod::explain::Explanation;
+use holdfast_core::pod::record::Report;
 
 /// Maximum size of an answer, in bytes: a record has the pod and some dozens of observations.
 const MAX_ANSWER_BYTES: usize = 16 << 20;

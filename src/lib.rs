@@ -1,19 +1,7 @@
-//! Holdfast: a node agent for Kubernetes. ARCHITECTURE.md describes the modules and their permitted imports.
+//! Holdfast: a node agent for Kubernetes. This package is the program: its commands, its log, the cluster of
+//! `holdfast up`, and the client of a running agent. ARCHITECTURE.md describes the crates below it.
 
-pub mod agent;
 pub mod ask;
 pub mod cli;
-pub mod config;
-pub mod control;
-pub mod core;
-pub mod cri;
-pub mod csi;
-pub mod devices;
-pub mod host;
-pub mod https;
-pub mod kubeapi;
 pub mod logging;
-pub mod probes;
-pub mod sealed;
-pub mod sys;
 pub mod up;

@@ -21,12 +21,10 @@ use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, FormattedFi
 use tracing_subscriber::layer::{Layer as _, SubscriberExt as _};
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
-use tracing_subscriber::{EnvFilter, Registry, reload};
+use tracing_subscriber::{EnvFilter, reload};
 
 /// Timeout of the trace collector.
 const COLLECTOR_TIMEOUT: Duration = Duration::from_secs(10);
-
-static FILTER: OnceLock<reload::Handle<EnvFilter, Registry>> = OnceLock::new();
 
 /// Returns the log level for a kubelet's verbosity (`--v`).
 #[must_use]
@@ -86,11 +84,11 @@ fn provider(traces: &Traces) -> Result<SdkTracerProvider, String> {
         .build())
 }
 
-/// Starts logging to standard error at `level`, or as `HOLDFAST_LOG` specifies, as text or JSON. With `traces` also
+/// Starts logging to standard error at the level `initial`, or as `HOLDFAST_LOG` specifies, as text or JSON. With `traces` also
 /// starts exporting traces; this needs a tokio runtime.
-pub fn start(level: &str, json: bool, traces: Option<&Traces>) -> Result<(), String> {
-    let (filter, handle) = reload::Layer::new(
-        EnvFilter::try_from_env("HOLDFAST_LOG").unwrap_or_else(|_| filter(level)),
+pub fn start(initial: &str, json: bool, traces: Option<&Traces>) -> Result<(), String> {
+    let (limit, handle) = reload::Layer::new(
+        EnvFilter::try_from_env("HOLDFAST_LOG").unwrap_or_else(|_| filter(initial)),
     );
     let lines = tracing_subscriber::fmt::layer()
         .with_ansi(false)
@@ -120,11 +118,13 @@ pub fn start(level: &str, json: bool, traces: Option<&Traces>) -> Result<(), Str
         }
     };
     tracing_subscriber::registry()
-        .with(lines.with_filter(filter))
+        .with(lines.with_filter(limit))
         .with(traced)
         .init();
-    // Logging starts only once.
-    let _ = FILTER.set(handle);
+    holdfast_sys::verbosity::provide(move |verbosity| {
+        let changed = handle.reload(filter(level(verbosity)));
+        changed.map_err(|e| e.to_string())
+    });
     Ok(())
 }
 
@@ -133,16 +133,6 @@ pub fn finish() {
     if let Some(Err(error)) = PROVIDER.get().map(SdkTracerProvider::shutdown) {
         tracing::debug!(%error, "sending the last traces failed");
     }
-}
-
-/// Changes the verbosity. The error is the reason why it cannot be changed.
-pub fn set_verbosity(verbosity: u8) -> Result<(), String> {
-    let handle = FILTER
-        .get()
-        .ok_or("this process has no log whose verbosity can be changed")?;
-    handle
-        .reload(filter(level(verbosity)))
-        .map_err(|e| e.to_string())
 }
 
 /// Formats lines as the kubelet's JSON format does: `ts` in milliseconds, `msg`, `v` or `level`, and the fields of the

@@ -4,25 +4,25 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser as _};
-use holdfast::agent;
 use holdfast::ask;
 use holdfast::cli::{
     AgentCommand, AgentFlags, AgentSelection, AuditFlags, Cli, Command, DoctorFlags,
     ExplainCommand, ExplainFlags, GcFlags, Ipam, KubeletCli, Output, PodOfAgent, RecordCommand,
     RecordFlags, ReportFormat, UpCommand, UpFlags, fields,
 };
-use holdfast::config;
-use holdfast::control;
-use holdfast::core::node::collection;
-use holdfast::core::node::doctor as diagnosis;
-use holdfast::core::pod::explain as explanation;
-use holdfast::core::pod::record::Report;
-use holdfast::core::version::{KUBERNETES, newest_commit, shown_commit};
-use holdfast::https;
 use holdfast::logging;
-use holdfast::sys;
 use holdfast::up;
+use holdfast_agent as agent;
 use holdfast_cni::ipam::audit as ipam;
+use holdfast_config as config;
+use holdfast_control as control;
+use holdfast_core::node::collection;
+use holdfast_core::node::doctor as diagnosis;
+use holdfast_core::pod::explain as explanation;
+use holdfast_core::pod::record::Report;
+use holdfast_core::version::{KUBERNETES, newest_commit, shown_commit};
+use holdfast_https as https;
+use holdfast_sys as sys;
 use tokio_util::sync::CancellationToken;
 
 /// The commit from which this program was built. Only this file refers to the reflog, so that a commit recompiles only
@@ -288,6 +288,9 @@ async fn doctor(flags: DoctorFlags, parsed_flags: fields::ParsedFlags) -> anyhow
     Ok(())
 }
 
+/// The number of the agent's free bytes above which they are returned to the system.
+const MAX_FREE_BYTES: usize = 2 << 20;
+
 async fn run_agent(
     flags: AgentFlags,
     parsed_flags: fields::ParsedFlags,
@@ -329,6 +332,7 @@ async fn run_agent(
         () = stop.cancelled() => return Ok(()),
     };
     tokio::spawn(sys::service::keep_watchdog_fed());
+    tokio::spawn(sys::memory::release_free_memory(MAX_FREE_BYTES));
     Box::pin(agent.run_until(stop.cancelled_owned())).await
 }
 
@@ -410,11 +414,10 @@ fn replay(file: &std::path::Path) -> anyhow::Result<()> {
     };
     let mut bytes = vec![];
     source.take(MAX_RECORD_BYTES).read_to_end(&mut bytes)?;
-    let report: Report = holdfast::core::json::read(&bytes).with_context(|| {
-        format!(
-            "{} is not a record that this version of Holdfast ({}) can read; create one with `holdfast agent record pod`",
-            file.display(),
-            env!("CARGO_PKG_VERSION")
+    let report = Report::read(&bytes).map_err(|why| {
+        anyhow::anyhow!(
+            "{} cannot be replayed: {why}; create one with `holdfast agent record pod`",
+            file.display()
         )
     })?;
     let (text, differences) = report.replayed();

@@ -21,12 +21,14 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::broadcast;
 
-use holdfast::https::{self, Body, BoxError, Limits, Peer, Tls};
-use holdfast::kubeapi::ApiFailure;
-use holdfast::kubeapi::client::{connect, connect_as};
-use holdfast::kubeapi::measured::Report;
-use holdfast::kubeapi::objects::{OnChange, Watched};
-use holdfast::kubeapi::pace::Pace;
+use holdfast_https as https;
+
+use holdfast_https::{Body, BoxError, Limits, Peer, Tls};
+use holdfast_kubeapi::ApiFailure;
+use holdfast_kubeapi::client::{connect, connect_as};
+use holdfast_kubeapi::measured::Report;
+use holdfast_kubeapi::objects::{OnChange, Watched};
+use holdfast_kubeapi::pace::Pace;
 
 /// A certificate authority.
 struct Authority {
@@ -184,7 +186,7 @@ impl Server {
             seen.refused.fetch_add(1, Ordering::Relaxed);
             return https::text(StatusCode::UNAUTHORIZED, "Unauthorized");
         };
-        let (who, _) = holdfast::core::node::signing::subject(der).unwrap();
+        let (who, _) = holdfast_core::node::signing::subject(der).unwrap();
         let what = match is_watch {
             true => "WATCH".to_owned(),
             false => request.method().to_string(),

@@ -11,7 +11,7 @@ fn the_tables_of_flags_and_fields_are_up_to_date() {
         "{HEAD}{}\n## Flags for fields\n\nEach of these flags sets a field of the configuration and overrides the file.\n\n{}\n## Fields\n\n{}",
         holdfast::cli::flags_table(),
         holdfast::cli::fields::table(),
-        holdfast::config::fields_table()
+        holdfast_config::fields_table()
     );
     let path = Path::new("docs/CONFIGURATION.md");
     if std::env::var_os("HOLDFAST_WRITE_DOCS").is_some() {

@@ -145,7 +145,7 @@ impl Target {
             String::from_utf8(decoded.unwrap()).unwrap()
         };
         let ca = field("certificate-authority-data:");
-        let admin = holdfast::https::client(
+        let admin = holdfast_https::client(
             &field("client-certificate-data:"),
             &field("client-key-data:"),
             &ca,
@@ -661,7 +661,7 @@ fn hostile_clients_affect_no_other_client() {
     runtime.block_on(prepare(&target));
     let (written, pods, [same, elsewhere], memory, probes) = runtime.block_on(async {
         let connect = async || {
-            holdfast::kubeapi::client::connect(&kubeconfig)
+            holdfast_kubeapi::client::connect(&kubeconfig)
                 .await
                 .unwrap()
         };
@@ -725,7 +725,7 @@ fn hostile_clients_affect_no_other_client() {
     assert!(written.acknowledged > MIN_WRITES && pods.0 > 0);
     assert_eq!(written.failed, 0, "a write failed");
     let kept = runtime.block_on(async {
-        let client = holdfast::kubeapi::client::connect(&kubeconfig)
+        let client = holdfast_kubeapi::client::connect(&kubeconfig)
             .await
             .unwrap();
         let maps: Api<ConfigMap> = Api::namespaced(client, "default");

@@ -8,7 +8,7 @@ use kube::Api;
 use kube::api::{PostParams, WatchEvent, WatchParams};
 use serde_json::{Value, json};
 
-use holdfast::cri::{CriClient, Runtime as _};
+use holdfast_cri::{CriClient, Runtime as _};
 
 use crate::paper::Paper;
 use crate::{create, create_all, delete, floor_burst, floor_create, floor_delete, p50, prepare};

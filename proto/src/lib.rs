@@ -1,7 +1,7 @@
 //! Generated gRPC types, in a separate package so that they compile once.
 //!
-//! The messages are plain values and may be used anywhere. Only `holdfast::cri`, `holdfast::csi`, `holdfast::devices`
-//! and `holdfast::probes` may use the clients and servers.
+//! The messages are plain values and may be used anywhere. Only the crates `holdfast-cri`, `holdfast-csi`,
+//! `holdfast-devices` and `holdfast-probes` use the clients and servers.
 
 pub mod failure;
 pub mod socket;

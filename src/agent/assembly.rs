@@ -20,26 +20,26 @@ use super::OwnNode;
 use super::control_plane::{Connections, ControlPlane};
 use super::metrics::VolumeOperation;
 use super::node::{credentials, firewall, network};
-use crate::config::Config;
-use crate::core::node::addresses::{Sources, addresses};
-use crate::core::node::cgroup_tree::Group;
-use crate::core::pod::cgroup::Driver;
-use crate::cri::{CriClient, Runtime};
-use crate::host::cgroups::Cgroups;
-use crate::host::linux::LinuxHost;
-use crate::host::users;
-use crate::sealed;
-use crate::sys::clock::Clock;
-use crate::sys::file;
-use crate::sys::logind::Logind;
-use crate::sys::machine::Machine;
-use crate::sys::mount::{self, Sharing};
-use crate::sys::netns;
+use holdfast_config::Config;
+use holdfast_core::node::addresses::{Sources, addresses};
+use holdfast_core::node::cgroup_tree::Group;
+use holdfast_core::pod::cgroup::Driver;
+use holdfast_cri::{CriClient, Runtime};
+use holdfast_host::cgroups::Cgroups;
+use holdfast_host::linux::LinuxHost;
+use holdfast_host::users;
+use holdfast_sealed as sealed;
+use holdfast_sys::clock::Clock;
+use holdfast_sys::file;
+use holdfast_sys::logind::Logind;
+use holdfast_sys::machine::Machine;
+use holdfast_sys::mount::{self, Sharing};
+use holdfast_sys::netns;
 
 /// Creates a client of the configured container runtime. Sends no request.
 pub(super) fn runtime(
     config: &Config,
-    report: Option<crate::cri::Report>,
+    report: Option<holdfast_cri::Report>,
 ) -> Result<CriClient, String> {
     let client = CriClient::new(
         &config.runtime_endpoint,
@@ -238,7 +238,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let managers = super::node::managers::start(&config)?;
     let metrics = metrics();
     let counted = Arc::clone(&metrics);
-    let report: crate::cri::Report =
+    let report: holdfast_cri::Report =
         Arc::new(move |operation, refused, took| counted.runtime(operation, refused, took));
     let runtime: Arc<dyn Runtime> =
         Arc::new(runtime(&config, Some(report)).map_err(anyhow::Error::msg)?);
@@ -287,7 +287,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let starts = super::Starts::for_processors(machine.cpus);
     let (pace, idle_gate) = (config.event_pace, starts.idle_gate());
     let events = Events::start(Arc::clone(&api), &config.node_name, clock, pace, idle_gate);
-    if let Some(warning) = crate::core::pod::dns::check_host(&resolver) {
+    if let Some(warning) = holdfast_core::pod::dns::check_host(&resolver) {
         events.node(
             &config.node_name,
             super::Kind::Warning,
@@ -315,9 +315,9 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         shutting_down: watch::Sender::default(),
         unserved: super::Unserved::default(),
         ledger,
-        features: watch::channel(crate::cri::Features::default()).0,
+        features: watch::channel(holdfast_cri::Features::default()).0,
         metrics,
-        dialer: Arc::new(crate::probes::Network),
+        dialer: Arc::new(holdfast_probes::Network),
         journals: Journals::default(),
         heartbeats: super::Heartbeats::default(),
         csi: super::Csi::new(&config.root_dir),
@@ -341,7 +341,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         pods,
         keeper,
         network,
-        kernel_log: Some(crate::sys::kmsg::DEVICE.into()),
+        kernel_log: Some(holdfast_sys::kmsg::DEVICE.into()),
         announcer: Some(Arc::new(Logind::system())),
         renewal,
     })

@@ -8,17 +8,18 @@ use kube::api::ListParams;
 
 use super::node::credentials;
 use super::pod::{sources, static_uids};
-use crate::config::Config;
-use crate::core::pod::actions::{self, Health};
-use crate::core::pod::full_name_of;
-use crate::core::pod::observed::ObservedPod;
-use crate::core::pod::probe::Probed;
-use crate::core::pod::resize::Resizing;
-use crate::core::pod::{self, resize};
-use crate::cri::{ListedPod, Runtime as _};
-use crate::kubeapi::Api;
-use crate::kubeapi::client::{chain, connect_as};
-use crate::kubeapi::pace::Pace;
+use holdfast_config::Config;
+use holdfast_core::pod::actions::{self, Health};
+use holdfast_core::pod::full_name_of;
+use holdfast_core::pod::observed::ObservedPod;
+use holdfast_core::pod::probe::Probed;
+use holdfast_core::pod::resize::Resizing;
+use holdfast_core::pod::{self, resize};
+use holdfast_cri::{ListedPod, Runtime as _};
+use holdfast_kubeapi::Api;
+use holdfast_kubeapi::client::connect_as;
+use holdfast_kubeapi::failure::chain;
+use holdfast_kubeapi::pace::Pace;
 
 /// What a start would do to pods.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -183,8 +184,8 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::core::pod::container_hash;
-    use crate::core::pod::observed::{self, ContainerState, Sandbox};
+    use holdfast_core::pod::container_hash;
+    use holdfast_core::pod::observed::{self, ContainerState, Sandbox};
 
     /// A pod with one running container.
     fn running(hash: &str) -> ObservedPod {

@@ -10,15 +10,16 @@ use kube::runtime::watcher;
 use super::node::credentials;
 use super::node::standalone::NoApi;
 use super::{KubeNodes, Metrics, NodeApi};
-use crate::config::Config;
-use crate::kubeapi::answers::Answers;
-use crate::kubeapi::client::connect_as;
-use crate::kubeapi::measured::Report;
-use crate::kubeapi::pace::Pace;
-use crate::kubeapi::pods::{KubePods, PodApi};
-use crate::kubeapi::reviews::{KubeReviews, Reviews};
-use crate::kubeapi::{Api, Cache};
-use crate::sealed::{self, Keeper, SealedApi};
+use holdfast_config::Config;
+use holdfast_kubeapi::answers::Answers;
+use holdfast_kubeapi::client::connect_as;
+use holdfast_kubeapi::measured::Report;
+use holdfast_kubeapi::pace::Pace;
+use holdfast_kubeapi::pods::{KubePods, PodApi};
+use holdfast_kubeapi::reviews::{KubeReviews, Reviews};
+use holdfast_kubeapi::{Api, Cache};
+use holdfast_sealed as sealed;
+use holdfast_sealed::{Keeper, SealedApi};
 
 /// The connections to the apiserver. Heartbeats use a separate connection, so that pod traffic cannot make the node
 /// appear dead. Token and access reviews use another, so that invalid bearer tokens cannot delay pod workers.

@@ -11,20 +11,21 @@ use tokio::time::{Instant, timeout};
 
 use super::node::credentials::Pair;
 use super::node::{REGISTER_AGAIN_AFTER, credentials, machine, network};
-use crate::config::Config;
-use crate::core::node::conditions;
-use crate::core::node::doctor::{
+use holdfast_config::Config;
+use holdfast_core::node::conditions;
+use holdfast_core::node::doctor::{
     ApiFacts, Certificate, Details, Disk, Facts, Finding, NetworkFacts, PodNetwork, Port,
     RuntimeFacts, diagnose, errors, parse_network,
 };
-use crate::core::node::signing;
-use crate::cri::{CriClient, Runtime as _};
-use crate::kubeapi::Api;
-use crate::kubeapi::client::{chain, connect_as};
-use crate::kubeapi::pace::Pace;
-use crate::sys::clock::Clock;
-use crate::sys::machine::{self as own, Room};
-use crate::sys::{cgroup, file, netns, ports};
+use holdfast_core::node::signing;
+use holdfast_cri::{CriClient, Runtime as _};
+use holdfast_kubeapi::Api;
+use holdfast_kubeapi::client::connect_as;
+use holdfast_kubeapi::failure::chain;
+use holdfast_kubeapi::pace::Pace;
+use holdfast_sys::clock::Clock;
+use holdfast_sys::machine::{self as own, Room};
+use holdfast_sys::{cgroup, file, netns, ports};
 
 /// Timeout for an answer of the runtime or the apiserver.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);

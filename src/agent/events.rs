@@ -14,11 +14,11 @@ use tokio::time::Instant;
 
 use self::poster::{ApiSink, EventSink, Poster};
 use super::pod::starts::IdleGate;
-use crate::core::lock::lock;
-use crate::core::repeated::RepeatedFailures;
-use crate::core::volume::claims::Grown;
-use crate::kubeapi::pods::PodApi;
-use crate::sys::clock::Clock;
+use holdfast_core::lock::lock;
+use holdfast_core::repeated::RepeatedFailures;
+use holdfast_core::volume::resize::Grown;
+use holdfast_kubeapi::pods::PodApi;
+use holdfast_sys::clock::Clock;
 
 /// Limit for queued events; further events are dropped.
 const MAX_QUEUED: usize = 1024;

@@ -9,12 +9,12 @@ use k8s_openapi::api::core::v1::{ContainerStatus, Pod, PodStatus};
 use kube::ResourceExt as _;
 use tokio::time::Instant;
 
-use crate::core::lock::lock;
-use crate::core::node::shutdown::Times;
-use crate::core::pod;
-use crate::core::pod::resize::{Infeasible, RequestedChange};
-use crate::core::serving::exposition::{Family, Page, Registry};
-use crate::core::volume::selinux::{self, Admission, Admissions};
+use holdfast_core::lock::lock;
+use holdfast_core::node::shutdown::Times;
+use holdfast_core::pod;
+use holdfast_core::pod::resize::{Infeasible, RequestedChange};
+use holdfast_core::serving::exposition::{Family, Page, Registry};
+use holdfast_core::volume::selinux::{self, Admission, Admissions};
 
 mod families;
 

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::core::version::Wanted;
+use holdfast_core::version::Wanted;
 
 /// A node agent for Kubernetes, with a minimal control plane to try it on one machine.
 #[derive(Parser)]
@@ -467,8 +467,8 @@ pub struct AgentFlags {
 impl AgentFlags {
     /// The flags as overrides of a configuration file.
     #[must_use]
-    pub fn overrides(&self) -> crate::config::Overrides {
-        crate::config::Overrides {
+    pub fn overrides(&self) -> holdfast_config::Overrides {
+        holdfast_config::Overrides {
             hostname: self.hostname_override.clone(),
             node_ip: self.node_ip.clone(),
             cloud_provider: self.cloud_provider.clone(),

@@ -5,12 +5,12 @@ use std::collections::BTreeMap;
 use super::document::Document;
 use super::values::invalid;
 use super::{ConfigError, OwnCgroups};
-use crate::core::node::capacity::count_cpus;
-use crate::core::node::cgroup_tree::{Reserved, Rules};
-use crate::core::node::features::{MEMORY_QOS, QOS_RESERVED};
-use crate::core::pod::memory_qos::MemoryQos;
-use crate::core::pod::resources::Amounts;
-use crate::core::quantity::Quantity;
+use holdfast_core::node::capacity::count_cpus;
+use holdfast_core::node::cgroup_tree::{Reserved, Rules};
+use holdfast_core::node::features::{MEMORY_QOS, QOS_RESERVED};
+use holdfast_core::pod::memory_qos::MemoryQos;
+use holdfast_core::pod::resources::Amounts;
+use holdfast_core::quantity::Quantity;
 
 const FIELD: &str = "enforceNodeAllocatable";
 

@@ -5,9 +5,9 @@ use std::time::Duration;
 use super::document::{CrashLoop, Document, MemorySwap, UserNamespaces};
 use super::values::{invalid, time};
 use super::{ConfigError, Logs};
-use crate::core::pod::users::LENGTH;
-use crate::core::quantity::Quantity;
-use crate::core::time::duration;
+use holdfast_core::pod::users::LENGTH;
+use holdfast_core::quantity::Quantity;
+use holdfast_core::time::duration;
 
 /// Returns a count of at least `least`.
 fn at_least(
@@ -76,7 +76,7 @@ pub(super) fn quota_period(
     period: Option<&String>,
 ) -> Result<Option<u64>, ConfigError> {
     let Some(text) = period else {
-        return Ok((enforced != Some(false)).then_some(crate::core::pod::cgroup::PERIOD));
+        return Ok((enforced != Some(false)).then_some(holdfast_core::pod::cgroup::PERIOD));
     };
     let micros = duration(text).and_then(|d| u64::try_from(d.as_micros()).ok());
     let Some(micros) = micros.filter(|m| (1_000..=1_000_000).contains(m)) else {
@@ -89,7 +89,7 @@ pub(super) fn quota_period(
 pub(super) fn unsafe_sysctls(patterns: Vec<String>) -> Result<Vec<String>, ConfigError> {
     match patterns
         .iter()
-        .find(|p| !crate::core::pod::sysctl::is_namespaced(p))
+        .find(|p| !holdfast_core::pod::sysctl::is_namespaced(p))
     {
         None => Ok(patterns),
         Some(bad) => Err(invalid(

@@ -7,9 +7,8 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::logging;
-use super::managers;
 use super::serving;
-use crate::core::node::shutdown::Period;
+use holdfast_core::node::shutdown::Period;
 
 /// Fields of the format that have no effect, whatever their value, and why this does no harm.
 pub(super) const WITHOUT_EFFECT: &[(&str, &str)] = &[
@@ -191,47 +190,9 @@ pub(super) struct Document {
     #[serde(flatten)]
     pub(super) logging: logging::Fields,
     #[serde(flatten)]
-    pub(super) managers: managers::Fields,
+    pub(super) managers: ManagerFields,
     #[serde(flatten)]
     pub(super) rest: BTreeMap<String, Value>,
-}
-
-/// A file's fields as written, and the problems in its text that do not prevent decoding.
-#[derive(Debug)]
-pub(super) struct Read {
-    pub(super) fields: Value,
-    pub(super) unread: Vec<String>,
-}
-
-/// Decodes a KubeletConfiguration. As in the kubelet, the last of repeated fields counts, and an unknown field is
-/// ignored (`DecodeKubeletConfiguration` in `pkg/kubelet/kubeletconfig/util/codec/codec.go`).
-pub(super) fn parse(text: &str) -> Result<Read, String> {
-    let mut unread = vec![];
-    let mut fields: Value = match serde_saphyr::from_str(text) {
-        Ok(fields) => fields,
-        Err(strict) => {
-            let lenient = serde_saphyr::options! {
-                duplicate_keys: serde_saphyr::DuplicateKeyPolicy::LastWins,
-            };
-            let fields = serde_saphyr::from_str_with_options(text, lenient);
-            let fields = fields.map_err(|_| strict.to_string())?;
-            unread.push(strict.to_string());
-            fields
-        }
-    };
-    let of = |key: &str| fields[key].as_str().unwrap_or_default();
-    if of("kind") != "KubeletConfiguration" || of("apiVersion") != "kubelet.config.k8s.io/v1beta1" {
-        let (version, kind) = (of("apiVersion"), of("kind"));
-        return Err(format!(
-            "expected apiVersion kubelet.config.k8s.io/v1beta1 and kind KubeletConfiguration, found {version:?} and {kind:?}"
-        ));
-    }
-    let unknown = super::fields::remove_unknown(&mut fields);
-    let unknown = unknown.into_iter().map(|path| {
-        format!("{path}: KubeletConfiguration v1beta1 has no such field; check its spelling")
-    });
-    unread.extend(unknown);
-    Ok(Read { fields, unread })
 }
 
 impl Document {
@@ -242,4 +203,28 @@ impl Document {
         document.raw = raw;
         Ok(document)
     }
+}
+
+/// The fields of the resource managers.
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct ManagerFields {
+    pub(super) cpu_manager_policy: Option<String>,
+    pub(super) cpu_manager_policy_options: Option<BTreeMap<String, String>>,
+    pub(super) cpu_manager_reconcile_period: Option<String>,
+    pub(super) memory_manager_policy: Option<String>,
+    pub(super) reserved_memory: Option<Vec<MemoryReservation>>,
+    pub(super) topology_manager_policy: Option<String>,
+    pub(super) topology_manager_scope: Option<String>,
+    pub(super) topology_manager_policy_options: Option<BTreeMap<String, String>>,
+}
+
+/// The reserved memory of a NUMA node.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct MemoryReservation {
+    #[serde(default)]
+    pub(super) numa_node: u32,
+    #[serde(default)]
+    pub(super) limits: BTreeMap<String, String>,
 }

@@ -6,8 +6,8 @@ use super::ConfigError;
 use super::allocatable::enforcement;
 use super::document::Document;
 use super::values::{invalid, time};
-use crate::core::node::cgroup_tree::Rules;
-use crate::core::node::eviction::{DEFAULT_HARD, IGNORED, Settings, ThresholdSettings, parse};
+use holdfast_core::node::cgroup_tree::Rules;
+use holdfast_core::node::eviction::{DEFAULT_HARD, IGNORED, Settings, ThresholdSettings, parse};
 
 type Map = BTreeMap<String, String>;
 

@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 
 use super::document::{Document, WITHOUT_EFFECT};
 use super::effective;
+use super::values::is_unset;
 
 /// All fields of the format (Kubernetes 1.36).
 const ALL: [&str; 124] = [
@@ -184,19 +185,6 @@ pub(super) fn remove_unknown(document: &mut Value) -> Vec<String> {
         }
     }
     removed
-}
-
-/// Whether a value is the zero value of its type, at every depth. kubeadm writes zero values for fields that it does
-/// not set.
-pub(super) fn is_unset(value: &Value) -> bool {
-    match value {
-        Value::Null => true,
-        Value::Bool(is_set) => !is_set,
-        Value::Number(number) => number.as_i64() == Some(0),
-        Value::String(text) => matches!(text.as_str(), "" | "0" | "0s"),
-        Value::Array(items) => items.is_empty(),
-        Value::Object(fields) => fields.values().all(is_unset),
-    }
 }
 
 /// Whether a value equals the default.

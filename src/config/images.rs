@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use super::document::Document;
 use super::values::{invalid, pace};
 use super::{ConfigError, Overrides};
-use crate::core::image::gc::Rules as ImageRules;
-use crate::core::image::pulled::Policy;
-use crate::core::time::duration;
+use holdfast_core::image::gc::Rules as ImageRules;
+use holdfast_core::image::pulled::Policy;
+use holdfast_core::time::duration;
 
 /// Returns the rate of pulls per second, and the burst.
 pub(super) fn pull_quota(d: &Document) -> Result<(f64, f64), ConfigError> {

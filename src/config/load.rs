@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::document::{Document, Read, parse};
+use super::document::Document;
 use super::resolve::resolve;
 use super::{Config, ConfigError, Overrides};
 
@@ -69,4 +69,42 @@ pub fn load_all(
     let mut config = resolve(document, overrides, hostname)?;
     config.unread = all.unread;
     Ok(config)
+}
+
+/// A file's fields as written, and the problems in its text that do not prevent decoding.
+#[derive(Debug)]
+pub(super) struct Read {
+    pub(super) fields: Value,
+    pub(super) unread: Vec<String>,
+}
+
+/// Decodes a KubeletConfiguration. As in the kubelet, the last of repeated fields counts, and an unknown field is
+/// ignored (`DecodeKubeletConfiguration` in `pkg/kubelet/kubeletconfig/util/codec/codec.go`).
+pub(super) fn parse(text: &str) -> Result<Read, String> {
+    let mut unread = vec![];
+    let mut fields: Value = match serde_saphyr::from_str(text) {
+        Ok(fields) => fields,
+        Err(strict) => {
+            let lenient = serde_saphyr::options! {
+                duplicate_keys: serde_saphyr::DuplicateKeyPolicy::LastWins,
+            };
+            let fields = serde_saphyr::from_str_with_options(text, lenient);
+            let fields = fields.map_err(|_| strict.to_string())?;
+            unread.push(strict.to_string());
+            fields
+        }
+    };
+    let of = |key: &str| fields[key].as_str().unwrap_or_default();
+    if of("kind") != "KubeletConfiguration" || of("apiVersion") != "kubelet.config.k8s.io/v1beta1" {
+        let (version, kind) = (of("apiVersion"), of("kind"));
+        return Err(format!(
+            "expected apiVersion kubelet.config.k8s.io/v1beta1 and kind KubeletConfiguration, found {version:?} and {kind:?}"
+        ));
+    }
+    let unknown = super::fields::remove_unknown(&mut fields);
+    let unknown = unknown.into_iter().map(|path| {
+        format!("{path}: KubeletConfiguration v1beta1 has no such field; check its spelling")
+    });
+    unread.extend(unknown);
+    Ok(Read { fields, unread })
 }

@@ -4,8 +4,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::ConfigError;
-use super::fields::is_unset;
-use super::values::invalid;
+use super::values::{invalid, is_unset};
 
 /// The fields as written in a file.
 #[derive(Debug, Default, Clone, Deserialize)]

@@ -1,44 +1,16 @@
 //! The policies of the resource managers (`pkg/kubelet/cm`): CPU, memory and topology.
 
-use std::collections::BTreeMap;
-
-use serde::Deserialize;
-
 use super::ConfigError;
 use super::document::Document;
 use super::values::{invalid, time};
-use crate::core::cpuset::parse_list;
-use crate::core::node::cpus::{self, Options};
-use crate::core::node::features::{CPU_ALPHA_OPTIONS, CPU_BETA_OPTIONS};
-use crate::core::node::hints::{self, Policy, Scope};
-use crate::core::node::managers::Rules;
-use crate::core::node::memory;
-use crate::core::pod::resources::Amounts;
-use crate::core::quantity::Quantity;
-
-/// The fields as written in a file.
-#[derive(Debug, Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub(super) struct Fields {
-    cpu_manager_policy: Option<String>,
-    cpu_manager_policy_options: Option<BTreeMap<String, String>>,
-    cpu_manager_reconcile_period: Option<String>,
-    memory_manager_policy: Option<String>,
-    reserved_memory: Option<Vec<MemoryReservation>>,
-    topology_manager_policy: Option<String>,
-    topology_manager_scope: Option<String>,
-    topology_manager_policy_options: Option<BTreeMap<String, String>>,
-}
-
-/// The reserved memory of a NUMA node.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct MemoryReservation {
-    #[serde(default)]
-    numa_node: u32,
-    #[serde(default)]
-    limits: BTreeMap<String, String>,
-}
+use holdfast_core::cpuset::parse_list;
+use holdfast_core::node::cpus::{self, Options};
+use holdfast_core::node::features::{CPU_ALPHA_OPTIONS, CPU_BETA_OPTIONS};
+use holdfast_core::node::hints::{self, Policy, Scope};
+use holdfast_core::node::managers::Rules;
+use holdfast_core::node::memory;
+use holdfast_core::pod::resources::Amounts;
+use holdfast_core::quantity::Quantity;
 
 /// Default for the maximum number of NUMA nodes on which resources are aligned.
 const DEFAULT_MAX_NODES: u32 = 8;

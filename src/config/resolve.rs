@@ -16,11 +16,11 @@ use super::images::{credential_providers, image_rules, parallel_pulls, pull_quot
 use super::values::{absolute, at_least_zero, invalid, pace, time, url};
 use super::{Config, ConfigError, Overrides};
 use super::{effective, logging, managers, serving, shutdown};
-use crate::core::node::addresses;
-use crate::core::node::collection::ContainerRules;
-use crate::core::node::features::{self, SettingProblem};
-use crate::core::node::offline::OfflineStart;
-use crate::core::time::duration;
+use holdfast_core::node::addresses;
+use holdfast_core::node::collection::ContainerRules;
+use holdfast_core::node::features::{self, SettingProblem};
+use holdfast_core::node::offline::OfflineStart;
+use holdfast_core::time::duration;
 
 /// Returns the feature gates that were set without effect, with the reason; fails for one that cannot be set to its
 /// value.

@@ -3,7 +3,7 @@
 use super::ConfigError;
 use super::document::Document;
 use super::values::{invalid, time};
-use crate::core::node::shutdown::{Periods, ShutdownSettings};
+use holdfast_core::node::shutdown::{Periods, ShutdownSettings};
 
 /// The feature gates of these fields.
 const GATES: [&str; 2] = [

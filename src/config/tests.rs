@@ -1,9 +1,10 @@
 //! Tests of whole configurations: precedence, and the errors for mistakes.
 
-use super::document::{Document, parse};
+use super::document::Document;
+use super::load::parse;
 use super::resolve::resolve;
 use super::*;
-use crate::core::pod::memory_qos::MemoryQos;
+use holdfast_core::pod::memory_qos::MemoryQos;
 
 fn load(text: &str, flags: &Overrides) -> Result<Config, String> {
     let text =
@@ -110,7 +111,7 @@ fn no_accepted_number_makes_the_agent_panic() {
         let _ = (std::time::Instant::now() + time, time * 4);
         let span =
             jiff::SignedDuration::try_from(time).expect("within the range of SignedDuration");
-        let _ = crate::core::time::later(jiff::Timestamp::MAX, span);
+        let _ = holdfast_core::time::later(jiff::Timestamp::MAX, span);
     }
 }
 
@@ -471,7 +472,7 @@ fn a_negative_size_disables_log_rotation() {
 
 #[test]
 fn the_managers_settings_are_resolved() {
-    use crate::core::node::hints::{Policy, Scope};
+    use holdfast_core::node::hints::{Policy, Scope};
     let flags = Overrides::default();
     let head = "reservedSystemCPUs: 0-1\ncpuManagerPolicy: static\n";
     let with = |text: &str| load(&format!("{head}{text}"), &flags);

@@ -3,8 +3,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use serde_json::Value;
+
 use super::ConfigError;
-use crate::core::time::duration;
+use holdfast_core::time::duration;
 
 /// Returns the error of an invalid value.
 pub(super) fn invalid(field: &str, value: impl std::fmt::Debug, remedy: &str) -> ConfigError {
@@ -78,4 +80,17 @@ pub(super) fn pace(rate: Setting<'_>, burst: Setting<'_>) -> Result<(f64, f64), 
     let rate = at_least_zero(rate.0, rate.1, rate.2)?;
     let burst = at_least_zero(burst.0, burst.1, burst.2)?;
     Ok((f64::from(rate), f64::from(burst).max(1.0)))
+}
+
+/// Whether a value is the zero value of its type, at every depth. kubeadm writes zero values for fields that it does
+/// not set.
+pub(super) fn is_unset(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::Bool(is_set) => !is_set,
+        Value::Number(number) => number.as_i64() == Some(0),
+        Value::String(text) => matches!(text.as_str(), "" | "0" | "0s"),
+        Value::Array(items) => items.is_empty(),
+        Value::Object(fields) => fields.values().all(is_unset),
+    }
 }

@@ -14,7 +14,7 @@ use rcgen::{
     Issuer, KeyPair, KeyUsagePurpose, PublicKeyData as _, SanType, SubjectPublicKeyInfo,
 };
 
-use crate::core::node::signing::{CsrRequest, check_issued, pem};
+use holdfast_core::node::signing::{CsrRequest, check_issued, pem};
 
 /// Why certificates cannot be created or read.
 #[derive(Debug, thiserror::Error)]
@@ -283,7 +283,7 @@ pub fn kubeconfig(server: &str, ca: &str, user: &str, pair: &Pair) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::node::signing::parse_request;
+    use holdfast_core::node::signing::parse_request;
 
     #[test]
     fn a_signed_certificate_equals_its_request() {
@@ -303,7 +303,7 @@ mod tests {
             .sign_request(&csr, false, 600)
             .expect("signed and compared");
         let (_, block) = x509_parser::pem::parse_x509_pem(pem.as_bytes()).expect("PEM");
-        let differs = |change: &dyn Fn(&mut crate::core::node::signing::CsrRequest), client| {
+        let differs = |change: &dyn Fn(&mut holdfast_core::node::signing::CsrRequest), client| {
             let mut other = csr.clone();
             change(&mut other);
             check_issued(&block.contents, &other, client).is_err()

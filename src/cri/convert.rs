@@ -7,8 +7,8 @@ use jiff::Timestamp;
 
 use super::Features;
 use super::Handler;
-use crate::core::pod::cri_config::{annotation, label, signal_name};
-use crate::core::pod::observed::{Container, ContainerState, Sandbox, User};
+use holdfast_core::pod::cri_config::{annotation, label, signal_name};
+use holdfast_core::pod::observed::{Container, ContainerState, Sandbox, User};
 
 fn time(nanos: i64) -> Option<Timestamp> {
     (nanos > 0)

@@ -18,9 +18,9 @@ use tonic::{Request, Status};
 use super::RuntimeError;
 use super::RuntimeErrorKind;
 use super::measured::Measured;
-use crate::core::backoff::Doubling;
-use crate::core::pod::cri_config::label;
-use crate::core::pod::observed::{EventKind, RuntimeEvent};
+use holdfast_core::backoff::Doubling;
+use holdfast_core::pod::cri_config::label;
+use holdfast_core::pod::observed::{EventKind, RuntimeEvent};
 
 /// How long to wait for a refusal. A runtime may answer only with its first event, so silence counts as acceptance.
 const REFUSAL: Duration = Duration::from_millis(500);

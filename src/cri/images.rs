@@ -10,7 +10,7 @@ use tonic::Request;
 
 use super::client::{CriClient, ignore_not_found};
 use super::{Credentials, Image, ImageFilesystem, ImageInventory, RuntimeError};
-use crate::core::pod::explain::Fetching;
+use holdfast_core::pod::explain::Fetching;
 
 impl CriClient {
     /// Returns the runtime's own configuration: JSON documents by name, which differ between runtimes.

@@ -281,7 +281,7 @@ mod tests {
     use tokio::net::{UnixListener, UnixStream};
 
     use super::*;
-    use crate::devices::{Register, Registration, serve_registration};
+    use crate::{Register, Registration, serve_registration};
 
     /// The request with which a plugin written with grpc-go registers `example.com/resource`: the header block of its
     /// HEADERS frame, and the content of its DATA frame.

@@ -12,10 +12,10 @@ use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
 use super::{PluginError, channel, within};
-use crate::core::node::claims::ClaimId;
-use crate::core::node::claims::checkpoint::Device;
-use crate::core::node::claims::health::DeviceReport;
-use crate::core::pod::status::devices::Health;
+use holdfast_core::node::claims::ClaimId;
+use holdfast_core::node::claims::checkpoint::Device;
+use holdfast_core::node::claims::health::DeviceReport;
+use holdfast_core::pod::status::devices::Health;
 
 /// Timeout of a call; the kubelet's value.
 const CALL: Duration = Duration::from_secs(45);

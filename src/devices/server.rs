@@ -20,7 +20,7 @@ use tonic::codegen::{BoxFuture, Service, http};
 use tonic::{Request, Response, Status};
 
 use super::authority::Lenient;
-use crate::sys::link;
+use holdfast_sys::link;
 
 /// Maximum number of concurrent connections of a socket; more wait.
 const CONNECTIONS: usize = 64;

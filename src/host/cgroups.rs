@@ -7,15 +7,15 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::{HostError, blocking};
-use crate::core::lock::lock;
-use crate::core::node::cgroup_tree::Group;
-use crate::core::pod::cgroup::{self, Driver};
-use crate::core::pod::cgroup_values::{
+use holdfast_core::lock::lock;
+use holdfast_core::node::cgroup_tree::Group;
+use holdfast_core::pod::cgroup::{self, Driver};
+use holdfast_core::pod::cgroup_values::{
     Bound, Controller, Difference, RestoredCgroup, Setting, Values,
 };
-use crate::core::pod::qos::QosClass;
-use crate::sys;
-use crate::sys::systemd::Slices;
+use holdfast_core::pod::qos::QosClass;
+use holdfast_sys as sys;
+use holdfast_sys::systemd::Slices;
 
 /// Interval between checks whether another program has changed the node's cgroups.
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
@@ -136,7 +136,7 @@ impl Cgroups {
     }
 
     /// The sizes of huge pages that the kernel supports, in bytes.
-    pub(in crate::host) fn page_sizes(&self) -> &[u64] {
+    pub(crate) fn page_sizes(&self) -> &[u64] {
         &self.page_sizes
     }
 
@@ -146,7 +146,7 @@ impl Cgroups {
 
     /// The path of a pod's or container's cgroup relative to the
     /// cgroup hierarchies; `None` if it does not exist or is unknown.
-    pub(in crate::host) fn place(
+    pub(crate) fn place(
         &self,
         class: QosClass,
         uid: &str,
@@ -174,7 +174,7 @@ impl Cgroups {
     }
 
     /// The path of the cgroup of all pods; without cgroups for pods, that of the configured root.
-    pub(in crate::host) fn path_of_all_pods(&self) -> String {
+    pub(crate) fn path_of_all_pods(&self) -> String {
         match self.without_pod_cgroups {
             true => self.group_path(&Group::Root),
             false => self.group_path(&Group::Pods),
@@ -182,7 +182,7 @@ impl Cgroups {
     }
 
     /// The paths of the cgroups of QoS classes that have one.
-    pub(in crate::host) fn paths_of_classes(&self) -> Vec<String> {
+    pub(crate) fn paths_of_classes(&self) -> Vec<String> {
         if self.without_pod_cgroups {
             return vec![];
         }
@@ -274,7 +274,7 @@ impl Cgroups {
 
     /// Creates or updates a pod's cgroup. Returns the cgroup parent
     /// for the runtime, which is empty if pods have no cgroups.
-    pub(in crate::host) async fn ensure(
+    pub(crate) async fn ensure(
         &self,
         class: QosClass,
         uid: &str,
@@ -289,7 +289,7 @@ impl Cgroups {
     }
 
     /// The name of a pod's cgroup in the driver's syntax; empty if pods have no cgroups. Changes nothing.
-    pub(in crate::host) fn parent(&self, class: QosClass, uid: &str) -> String {
+    pub(crate) fn parent(&self, class: QosClass, uid: &str) -> String {
         match self.without_pod_cgroups {
             true => String::new(),
             false => self.name(class, uid),
@@ -297,7 +297,7 @@ impl Cgroups {
     }
 
     /// The memory usage of a pod in bytes, including caches; `None` if unknown.
-    pub(in crate::host) fn memory_in_use(&self, class: QosClass, uid: &str) -> Option<u64> {
+    pub(crate) fn memory_in_use(&self, class: QosClass, uid: &str) -> Option<u64> {
         if self.without_pod_cgroups {
             return None;
         }
@@ -305,7 +305,7 @@ impl Cgroups {
     }
 
     /// Writes values to the node's cgroups, each independently. Returns the results in the same order.
-    pub(in crate::host) async fn apply(
+    pub(crate) async fn apply(
         &self,
         tree: &[(Group, Values)],
     ) -> Vec<Result<Vec<Difference>, HostError>> {
@@ -347,7 +347,7 @@ impl Cgroups {
 
     /// Waits until another program has changed values of a cgroup, then restores them.
     /// The kernel does not notify anyone of such changes, so this polls the files.
-    pub(in crate::host) async fn wait_and_restore(&self) -> Vec<RestoredCgroup> {
+    pub(crate) async fn wait_and_restore(&self) -> Vec<RestoredCgroup> {
         loop {
             tokio::time::sleep(CHECK_INTERVAL).await;
             let checks = self.checks.fetch_add(1, Ordering::Relaxed);
@@ -423,11 +423,7 @@ impl Cgroups {
     }
 
     /// Removes a pod's cgroup.
-    pub(in crate::host) async fn remove(
-        &self,
-        class: QosClass,
-        uid: &str,
-    ) -> Result<(), HostError> {
+    pub(crate) async fn remove(&self, class: QosClass, uid: &str) -> Result<(), HostError> {
         if self.without_pod_cgroups {
             return Ok(());
         }
@@ -443,7 +439,7 @@ impl Cgroups {
     }
 
     /// The pods that have a cgroup, by QoS class and uid.
-    pub(in crate::host) async fn pods(&self) -> Result<Vec<(QosClass, String)>, HostError> {
+    pub(crate) async fn pods(&self) -> Result<Vec<(QosClass, String)>, HostError> {
         if self.without_pod_cgroups {
             return Ok(vec![]);
         }

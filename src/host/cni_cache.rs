@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use serde::de::IgnoredAny;
 
 use super::{HostError, blocking};
-use crate::sys::failure::doing;
-use crate::sys::file;
+use holdfast_sys::failure::doing;
+use holdfast_sys::file;
 
 /// The directory of the files, which are named `NETWORK-SANDBOX-INTERFACE`.
 const DIR: &str = "/var/lib/cni/results";

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::HostError;
-use crate::core::backoff::Doubling;
-use crate::sys::blocking_calls::Call;
+use holdfast_core::backoff::Doubling;
+use holdfast_sys::blocking_calls::Call;
 
 /// Timeout for tools that may be killed.
 const TOOL_TIMEOUT: Duration = Duration::from_secs(110);
@@ -30,12 +30,12 @@ enum Limit<'a> {
 }
 
 /// Runs a system tool and waits for at most 110 seconds. Returns its exit code and output.
-pub(in crate::host) fn tool(program: &str, arguments: &[&str]) -> Result<(i32, String), HostError> {
+pub(crate) fn tool(program: &str, arguments: &[&str]) -> Result<(i32, String), HostError> {
     run(program, arguments, Stdio::null(), Limit::Time)
 }
 
 /// Like [`tool`], but also kills the tool when `call` is cancelled. The caller must undo what the tool has done.
-pub(in crate::host) fn run_tool_cancellable(
+pub(crate) fn run_tool_cancellable(
     program: &str,
     arguments: &[&str],
     call: &Call,
@@ -45,7 +45,7 @@ pub(in crate::host) fn run_tool_cancellable(
 
 /// Like [`tool`], but without a timeout, for tools that write to a device. The tool inherits `input_file` as its
 /// input, and with it a lock on that file. The lock lasts as long as the tool runs, even if the agent exits.
-pub(in crate::host) fn run_tool_to_completion(
+pub(crate) fn run_tool_to_completion(
     program: &str,
     arguments: &[&str],
     input_file: File,
@@ -116,8 +116,8 @@ fn wait(program: &str, child: &mut Child, limit: Limit<'_>) -> Result<ExitStatus
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::HostErrorKind;
-    use crate::sys::blocking_calls::BlockingCalls;
+    use crate::HostErrorKind;
+    use holdfast_sys::blocking_calls::BlockingCalls;
 
     #[test]
     fn a_tools_output_and_exit_code_are_returned() {

@@ -4,9 +4,9 @@ use nix::unistd::User;
 
 use super::HostError;
 use super::tool::tool;
-use crate::core::pod::users::{Pool, parse_subordinate_ids};
-use crate::sys::failure::doing;
-use crate::sys::process::find_program;
+use holdfast_core::pod::users::{Pool, parse_subordinate_ids};
+use holdfast_sys::failure::doing;
+use holdfast_sys::process::find_program;
 
 /// The user whose subordinate ids the agent uses.
 const USER: &str = "kubelet";

@@ -19,7 +19,7 @@ use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tokio_rustls::server::TlsStream;
 
-use crate::sys::unsent::SendQueue;
+use holdfast_sys::unsent::SendQueue;
 
 /// If a client neither receives nor sends anything for this long, its connection is closed with bytes undelivered.
 pub(super) const STALL: Duration = Duration::from_secs(60);

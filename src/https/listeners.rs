@@ -7,7 +7,7 @@ use std::task::Poll;
 
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
-use crate::sys::link;
+use holdfast_sys::link;
 
 /// Maximum number of connections that wait to be accepted.
 const BACKLOG: u32 = 1024;

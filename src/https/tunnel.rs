@@ -213,7 +213,7 @@ pub async fn forward_request(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::https::{Limits, serve, text};
+    use crate::{Limits, serve, text};
 
     /// A server that responds with `answer`, and a server in front of it that forwards requests.
     async fn pair(answer: fn(Request<Incoming>) -> Response<Body>) -> std::net::SocketAddr {

@@ -3,8 +3,8 @@
 //! A relist collects the new objects separately and then replaces all old ones, so readers never see half a list. After
 //! an error, the watch resumes with back-off.
 
-use crate::core::backoff::Doubling;
-use crate::core::lock::lock;
+use holdfast_core::backoff::Doubling;
+use holdfast_core::lock::lock;
 use std::collections::BTreeMap;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
@@ -18,7 +18,7 @@ use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::api::{Api, Untyped};
-use super::client::chain;
+use super::failure::chain;
 use super::failure::{ApiFailure, watch_failure};
 
 /// Back-off after a failed watch: initial and maximum delay.

@@ -10,11 +10,12 @@ use kube::config::{AuthInfo, KubeConfigOptions, Kubeconfig};
 use tower::util::BoxCloneSyncService;
 
 use super::connections::{self, Connections, Material};
+use super::failure::chain;
 use super::measured::Report;
 use super::pace::Pace;
 use super::pool;
 use super::proxy::{self, Proxy};
-use crate::core::node::signing;
+use holdfast_core::node::signing;
 
 /// Why no client can be created.
 #[derive(Debug, thiserror::Error)]
@@ -205,21 +206,6 @@ pub async fn fetch(url: &str, headers: &[(String, String)], limit: u64) -> Resul
     tokio::time::timeout(Duration::from_secs(10), get)
         .await
         .map_err(|_| format!("{url} did not respond within 10s"))?
-}
-
-/// Formats an error with its causes in one line.
-#[must_use]
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text = format!("{text}: {cause_text}");
-        }
-        source = cause.source();
-    }
-    text
 }
 
 /// Returns the HTTP status if the apiserver refused the request; `None` for other errors.

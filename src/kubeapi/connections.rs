@@ -31,7 +31,7 @@ use tower::{BoxError, Service, ServiceExt as _};
 
 use super::failure::ClientFailure;
 use super::pace::Pace;
-use crate::core::lock::lock;
+use holdfast_core::lock::lock;
 
 /// Maximum number of concurrent requests of one client; an apiserver allows 100 streams.
 const MAX_CONCURRENT_REQUESTS: usize = 32;

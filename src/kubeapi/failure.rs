@@ -7,8 +7,6 @@ use kube::core::Status;
 use kube::core::response::StatusDetails;
 use kube::runtime::watcher;
 
-use super::client::chain;
-
 /// Why a request failed. The text is the apiserver's message, or the transport's error with its causes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ApiFailure {
@@ -210,6 +208,21 @@ pub fn watch_failure(error: watcher::Error) -> ApiFailure {
         watcher::Error::WatchError(status) => (*status).into(),
         watcher::Error::NoResourceVersion => ApiFailure::Other(error.to_string()),
     }
+}
+
+/// Formats an error with its causes in one line.
+#[must_use]
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
 }
 
 #[cfg(test)]

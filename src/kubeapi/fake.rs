@@ -11,7 +11,7 @@ use kube::Client;
 use serde_json::{Value, json};
 use tokio::sync::{broadcast, mpsc};
 
-use crate::core::lock::lock;
+use holdfast_core::lock::lock;
 
 /// An API with ConfigMaps: the answer to a list, and the lines of its watches.
 #[derive(Clone)]

@@ -25,7 +25,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::api::Api;
 use super::cache::Key;
 use super::failure::ApiFailure;
-use crate::core::lock::lock;
+use holdfast_core::lock::lock;
 
 /// How long an unused object stays watched: the next pod of a Job often needs the same object.
 const UNUSED_RETENTION: Duration = Duration::from_secs(5);

@@ -8,9 +8,9 @@ use jiff::{SignedDuration, Timestamp};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use crate::core::bucket::Bucket;
-use crate::core::digest::Fnv64;
-use crate::core::lock::lock;
+use holdfast_core::bucket::Bucket;
+use holdfast_core::digest::Fnv64;
+use holdfast_core::lock::lock;
 
 /// After this many seconds, a request counts half for the usage of its object.
 const HALF_LIFE: f64 = 60.0;

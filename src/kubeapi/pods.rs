@@ -29,9 +29,9 @@ use super::answers::{Answers, Recovery};
 pub use super::failure::ApiFailure;
 use super::objects::{Following, OnChange, Watched};
 use super::{Api, Cache};
-use crate::core::volume::certificates::CertificateSource;
-use crate::core::volume::claims::Grown;
-use crate::core::volume::resize::{self, Resize};
+use holdfast_core::volume::certificates::CertificateSource;
+use holdfast_core::volume::resize::Grown;
+use holdfast_core::volume::resize::{self, Resize};
 
 /// A service-account token. Has no `Debug`, so that it is never logged.
 #[derive(Clone)]

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::api::Api;
 use super::failure::ApiFailure;
-use crate::core::backoff::Doubling;
+use holdfast_core::backoff::Doubling;
 
 /// Initial and maximum interval at which a request is polled.
 const POLL_BACKOFF: Doubling = Doubling::new(Duration::from_millis(200), Duration::from_secs(5));

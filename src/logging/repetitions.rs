@@ -12,10 +12,10 @@ use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, FormattedFields};
 use tracing_subscriber::registry::LookupSpan;
 
-use crate::core::digest::Fnv64;
-use crate::core::lock::lock;
-use crate::core::repeated::RepeatedFailures;
-use crate::core::varying::masked;
+use holdfast_core::digest::Fnv64;
+use holdfast_core::lock::lock;
+use holdfast_core::repeated::RepeatedFailures;
+use holdfast_core::varying::masked;
 
 /// The field with the number of repetitions. A warning that has it is limited where it arises.
 const REPETITIONS: &str = "repetitions";

@@ -18,9 +18,9 @@ pub async fn check(host: &str, port: u16, service: &str, timeout: Duration) -> R
         format!("{host}:{port}")
     };
     let start = tokio::time::Instant::now();
-    let (target, shown) = (host.to_owned(), crate::core::time::shown(timeout));
+    let (target, shown) = (host.to_owned(), holdfast_core::time::shown(timeout));
     let endpoint = Endpoint::from_shared(format!("http://{address}"))
-        .and_then(|e| e.user_agent(crate::core::version::PROBE_AGENT))
+        .and_then(|e| e.user_agent(holdfast_core::version::PROBE_AGENT))
         .map_err(|e| e.to_string())?;
     // Dialled separately, so that the error is that of the dial.
     let (report, mut dialled) = tokio::sync::oneshot::channel();

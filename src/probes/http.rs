@@ -14,8 +14,8 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::HttpError;
 use super::connect;
-use crate::core::pod::probe::{Http, OUTPUT_LIMIT, Reply, limit_output};
-use crate::core::serving::query;
+use holdfast_core::pod::probe::{Http, OUTPUT_LIMIT, Reply, limit_output};
+use holdfast_core::serving::query;
 
 /// Maximum number of requests for one probe: the first one, and those to which redirects lead.
 const REQUESTS: usize = 10;

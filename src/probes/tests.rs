@@ -92,7 +92,7 @@ async fn http_probes_follow_redirects_only_to_their_host_and_limit_the_body() {
     assert!(
         get("/long")
             .await
-            .is_ok_and(|r| r.body.len() <= crate::core::pod::probe::OUTPUT_LIMIT)
+            .is_ok_and(|r| r.body.len() <= holdfast_core::pod::probe::OUTPUT_LIMIT)
     );
     assert!(
         get("/loop")

@@ -16,11 +16,11 @@ use serde_json::Value;
 
 use super::Keeper;
 use super::Kind;
-use crate::core::volume::claims::Grown;
-use crate::core::volume::resize::Resize;
-use crate::kubeapi::answers::Recovery;
-use crate::kubeapi::objects::{Following, OnChange};
-use crate::kubeapi::pods::{
+use holdfast_core::volume::resize::Grown;
+use holdfast_core::volume::resize::Resize;
+use holdfast_kubeapi::answers::Recovery;
+use holdfast_kubeapi::objects::{Following, OnChange};
+use holdfast_kubeapi::pods::{
     ApiFailure, Attachment, Binding, CertificateFor, PodApi, Token, TokenFor,
 };
 

@@ -15,14 +15,14 @@ use tokio::sync::Notify;
 
 use super::Kind;
 use super::Vault;
-use crate::core::lock::lock;
-use crate::core::node::offline::OfflineStart;
-use crate::core::{
+use holdfast_core::lock::lock;
+use holdfast_core::node::offline::OfflineStart;
+use holdfast_core::{
     pod::{self, references},
     volume::{claims, payload},
 };
-use crate::kubeapi::Cache;
-use crate::sys::clock::Clock;
+use holdfast_kubeapi::Cache;
+use holdfast_sys::clock::Clock;
 
 /// How long no new value must arrive before all are written, and how often this wait is repeated at most. Pods that
 /// start have priority at the disk.

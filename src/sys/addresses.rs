@@ -8,7 +8,7 @@ use netlink_packet_route::route::{RouteAttribute, RouteHeader, RouteMessage, Rou
 use rtnetlink::{Handle, RouteMessageBuilder};
 
 use super::failure::{HostError, doing};
-use crate::core::node::addresses::MachineAddresses;
+use holdfast_core::node::addresses::MachineAddresses;
 
 impl From<rtnetlink::Error> for HostError {
     fn from(error: rtnetlink::Error) -> HostError {

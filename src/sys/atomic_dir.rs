@@ -13,7 +13,7 @@ use std::os::unix::fs::{
 use std::path::{Path, PathBuf};
 
 use super::removal;
-use crate::core::volume::payload::Files;
+use holdfast_core::volume::payload::Files;
 
 const DATA: &str = "..data";
 
@@ -166,7 +166,7 @@ fn publish(dir: &Path, files: &Files, current: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::volume::payload::File;
+    use holdfast_core::volume::payload::File;
 
     fn files(list: &[(&str, &str)]) -> Files {
         list.iter()

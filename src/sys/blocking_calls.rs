@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
 use super::failure::{HostError, doing};
-use crate::core::lock::lock;
+use holdfast_core::lock::lock;
 
 /// A pending call, as seen by its work.
 #[derive(Debug)]

@@ -11,7 +11,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::core::pod::cgroup_values::{Controller, Difference, Setting};
+use holdfast_core::pod::cgroup_values::{Controller, Difference, Setting};
 
 const ROOT: &str = "/sys/fs/cgroup";
 

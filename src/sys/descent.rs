@@ -117,7 +117,7 @@ pub(super) mod tests {
     use std::path::Path;
 
     /// Creates nested directories, deeper than the maximum length of a path, and a file in the lowest one.
-    pub(in crate::sys) fn deep(top: &Path, depth: usize) {
+    pub(crate) fn deep(top: &Path, depth: usize) {
         let flags = OFlag::O_PATH | OFlag::O_DIRECTORY;
         let mut here = nix::fcntl::open(top, flags, Mode::empty()).expect("open");
         for _ in 0..depth {
@@ -131,7 +131,7 @@ pub(super) mod tests {
     }
 
     /// Runs `work` in a thread with the stack size of the threads that walk volumes.
-    pub(in crate::sys) fn with_a_small_stack<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    pub(crate) fn with_a_small_stack<T: Send>(work: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().stack_size(256 << 10);
             let thread = thread.spawn_scoped(scope, work).expect("a thread");

@@ -5,7 +5,8 @@ use std::io;
 
 use nix::errno::Errno;
 
-use crate::core::fault::Fault;
+use holdfast_core::fault::Fault;
+use holdfast_core::volume::resolved::Problem;
 
 /// What an error means for the caller. Each kind leads to a different reaction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,6 +61,15 @@ impl HostError {
     #[must_use]
     pub fn is_under_way(&self) -> bool {
         self.kind == HostErrorKind::UnderWay
+    }
+}
+
+impl From<HostError> for Problem {
+    fn from(error: HostError) -> Problem {
+        match error.is_under_way() {
+            true => Problem::under_way(error.message),
+            false => Problem::later(error.message),
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 use tokio::net::unix::pipe::{OpenOptions, Receiver, Sender};
 
-use crate::core::backoff::Doubling;
+use holdfast_core::backoff::Doubling;
 
 /// Pauses between attempts to open a FIFO that has no reader yet.
 const RETRIES: Doubling = Doubling::new(Duration::from_millis(1), Duration::from_millis(100));

@@ -91,7 +91,7 @@ pub fn make_for_plugins(dir: &Path) -> io::Result<()> {
         .recursive(true)
         .mode(0o750)
         .create(dir)?;
-    if super::machine::has_selinux() {
+    if super::selinux::has_selinux() {
         let label = b"system_u:object_r:container_file_t:s0";
         let none = rustix::fs::XattrFlags::empty();
         if let Err(error) = rustix::fs::setxattr(dir, "security.selinux", label, none) {

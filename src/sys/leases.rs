@@ -6,7 +6,7 @@ use std::time::Duration;
 use holdfast_cni::ipam::audit::{Finding, Request, State, repair};
 use tokio::sync::oneshot;
 
-use crate::core::node::leases::Attachments;
+use holdfast_core::node::leases::Attachments;
 
 /// A released address.
 #[derive(Debug, Clone, PartialEq, Eq)]

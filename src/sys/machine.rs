@@ -6,10 +6,10 @@ use std::path::Path;
 use jiff::Timestamp;
 
 use super::topology;
-use crate::core::image::gc::Filesystem;
-use crate::core::node::capacity::count_cpus;
-use crate::core::serving::machine_stats;
-use crate::core::volume::selinux;
+use holdfast_core::image::gc::Filesystem;
+use holdfast_core::node::capacity::count_cpus;
+use holdfast_core::serving::machine_stats;
+use holdfast_core::volume::selinux;
 
 /// The properties that a node reports.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -88,16 +88,9 @@ fn line(path: &str) -> String {
         .unwrap_or_default()
 }
 
-/// Whether SELinux has a policy loaded, enforcing or not.
-#[must_use]
-pub fn has_selinux() -> bool {
-    let is_there = Path::new("/sys/fs/selinux/enforce").exists();
-    is_there && selinux::is_loaded(&line("/proc/self/attr/current"))
-}
-
 /// The SELinux label of containers' files, from the policy's configuration or that of the container tools.
 fn selinux_files() -> Option<String> {
-    has_selinux().then(|| {
+    super::selinux::has_selinux().then(|| {
         // In the runtime's order (`go-selinux`, `openContextFile`).
         let shared = fs::read_to_string("/usr/share/containers/selinux/contexts");
         if let Ok(contexts) = shared {
@@ -156,8 +149,8 @@ impl Machine {
             os_image: pretty.unwrap_or_else(|| "Linux".into()),
             huge_pages: huge_pages(),
             thermal: thermal(),
-            cgroup_v2: crate::sys::cgroup::is_v2(),
-            swap: crate::sys::cgroup::accounts_swap()
+            cgroup_v2: crate::cgroup::is_v2(),
+            swap: crate::cgroup::accounts_swap()
                 .then(|| kilobytes("SwapTotal:").unwrap_or(0) * 1024),
             apparmor: line("/sys/module/apparmor/parameters/enabled") == "Y",
             selinux: selinux_files(),

@@ -1,6 +1,8 @@
 //! Limits the memory that the allocator of this process retains.
 #![allow(unsafe_code)]
 
+use std::time::Duration;
+
 /// The size from which malloc maps a buffer of its own, in bytes.
 const MMAP_THRESHOLD: i32 = 256 << 10;
 
@@ -15,15 +17,33 @@ pub fn limit_malloc() {
     }
 }
 
+/// Interval between checks of the allocator.
+const TRIM_INTERVAL: Duration = Duration::from_secs(30);
+
+/// Returns memory to the system after bursts, until the process exits. Freed buffers and objects leave holes all over the
+/// heap, and the allocator alone returns only its end. Nothing happens as long as at most `max_free` bytes are free.
+pub async fn release_free_memory(max_free: usize) {
+    loop {
+        tokio::time::sleep(TRIM_INTERVAL).await;
+        // On a separate thread: a heap of some hundred MiB takes milliseconds.
+        let trimmed = tokio::task::spawn_blocking(move || {
+            if free_bytes() > max_free {
+                trim();
+            }
+        });
+        // A panic stops the process.
+        let _ = trimmed.await;
+    }
+}
+
 /// Returns the bytes that the allocator keeps but that are not in use.
-#[must_use]
-pub fn free_bytes() -> usize {
+fn free_bytes() -> usize {
     // SAFETY: mallinfo2 takes nothing and only reads the allocator's counters.
     unsafe { libc::mallinfo2() }.fordblks
 }
 
-/// Returns free memory to the system. Takes about a millisecond after a burst.
-pub fn trim() {
+/// Returns free memory to the system.
+fn trim() {
     // SAFETY: malloc_trim takes a plain integer and touches only free memory.
     unsafe {
         libc::malloc_trim(0);

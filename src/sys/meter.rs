@@ -11,10 +11,10 @@ use nix::dir::Dir;
 use nix::fcntl::{AtFlags, OFlag, open, openat, readlinkat};
 use nix::sys::stat::{Mode, fstatat};
 
-use crate::core::serving::block_io::{self, DiskCounters};
-use crate::core::serving::cgroup_stats::{self, Depth, Texts, Usage};
-use crate::core::serving::machine_stats::{self, Interface};
-use crate::core::serving::pressure::{self, Pressures};
+use holdfast_core::serving::block_io::{self, DiskCounters};
+use holdfast_core::serving::cgroup_stats::{self, Depth, Texts, Usage};
+use holdfast_core::serving::machine_stats::{self, Interface};
+use holdfast_core::serving::pressure::{self, Pressures};
 
 use super::cgroup::is_v2;
 use super::machine::Room;

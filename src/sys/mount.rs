@@ -19,7 +19,7 @@ use nix::sys::stat::Mode;
 use nix::sys::statvfs::{FsFlags, statvfs};
 
 use super::beneath::Found;
-use crate::core::lock::lock;
+use holdfast_core::lock::lock;
 
 /// A mount.
 #[derive(Debug, Clone, PartialEq, Eq)]

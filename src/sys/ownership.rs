@@ -16,7 +16,7 @@ use nix::sys::stat::{FchmodatFlags, FileStat, Mode, fchmodat, fstat};
 use nix::unistd::{Gid, fchownat};
 
 use super::descent::{Descent, FLAGS};
-use crate::core::lock::lock;
+use holdfast_core::lock::lock;
 
 /// The mode bits that the group needs on files, and additionally on directories.
 const FILE: u32 = 0o660;
@@ -300,8 +300,8 @@ mod tests {
 
     #[test]
     fn trees_of_any_depth_are_changed_completely() {
-        use crate::sys::descent::tests::{deep, with_a_small_stack};
-        use crate::sys::removal::remove_tree;
+        use crate::descent::tests::{deep, with_a_small_stack};
+        use crate::removal::remove_tree;
 
         let dir = tempfile::tempdir().expect("a directory");
         let top = dir.path().join("tree");

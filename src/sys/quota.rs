@@ -16,7 +16,7 @@ use nix::fcntl::OFlag;
 use nix::sys::stat::Mode;
 
 use super::usage::Usage;
-use crate::core::lock::lock;
+use holdfast_core::lock::lock;
 
 /// The first project that is used here, as in the kubelet; lower numbers belong to the administrator.
 const FIRST: u32 = 1_048_577;

@@ -286,7 +286,7 @@ pub fn remove_tree(path: &Path) -> Result<(), RemovalError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::{beneath, mount};
+    use crate::{beneath, mount};
     use nix::mount::{MsFlags, mount as mount_at};
     use std::fs;
 

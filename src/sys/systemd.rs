@@ -8,7 +8,7 @@ use zbus::Connection;
 use zbus::zvariant::Value;
 
 use super::failure::{HostError, doing};
-use crate::core::lock::lock;
+use holdfast_core::lock::lock;
 
 /// Timeout for an answer of systemd.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);

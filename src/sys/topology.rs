@@ -8,8 +8,8 @@ use std::fs;
 use std::path::Path;
 
 use super::file::read_text;
-use crate::core::cpuset::parse_list;
-use crate::core::node::topology::{Cpu, Cpus, MemoryNode, Topology};
+use holdfast_core::cpuset::parse_list;
+use holdfast_core::node::topology::{Cpu, Cpus, MemoryNode, Topology};
 
 /// The size limit for reading a file, in bytes.
 const LIMIT: u64 = 64 << 10;

@@ -153,8 +153,8 @@ mod tests {
 
     #[test]
     fn trees_of_any_depth_are_counted_completely() {
-        use crate::sys::descent::tests::{deep, with_a_small_stack};
-        use crate::sys::removal::remove_tree;
+        use crate::descent::tests::{deep, with_a_small_stack};
+        use crate::removal::remove_tree;
 
         let dir = tempfile::tempdir().expect("a directory");
         let top = dir.path().join("tree");

@@ -10,9 +10,9 @@ use anyhow::{Context as _, bail};
 
 use super::images;
 use super::settings::Settings;
-use crate::cri::{CriClient, Runtime as _};
-use crate::sys::machine;
-use crate::sys::process::find_program;
+use holdfast_cri::{CriClient, Runtime as _};
+use holdfast_sys::process::find_program;
+use holdfast_sys::selinux;
 
 /// Whether this process may lower `oom_score_adj`. If not, containerd must be configured not to try it.
 fn may_lower_oom_score() -> bool {
@@ -46,7 +46,7 @@ impl Machine {
     pub fn detect(systemd: bool) -> Machine {
         Machine {
             systemd,
-            selinux: machine::has_selinux(),
+            selinux: selinux::has_selinux(),
         }
     }
 }
@@ -144,7 +144,7 @@ pub fn write_network(settings: &Settings) -> anyhow::Result<()> {
     if std::fs::read_to_string(&file).is_ok_and(|is| is == text) {
         return Ok(());
     }
-    crate::sys::file::replace(&file, text.as_bytes())
+    holdfast_sys::file::replace(&file, text.as_bytes())
         .with_context(|| format!("{} cannot be written", file.display()))
 }
 

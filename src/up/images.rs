@@ -41,7 +41,7 @@ pub struct Image<'a> {
 /// The SHA-256 of bytes in hexadecimal.
 #[must_use]
 pub fn digest(bytes: &[u8]) -> String {
-    crate::core::digest::sha256(bytes)
+    holdfast_core::digest::sha256(bytes)
 }
 
 fn append<W: std::io::Write>(

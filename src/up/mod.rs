@@ -20,12 +20,12 @@ use process::Component;
 use progress::Progress;
 pub use settings::{Dirs, Settings};
 
-use crate::control::pki::{self, Pki};
-use crate::cri::{CriClient, Runtime as _};
-use crate::host::cni_cache;
-use crate::kubeapi::Api;
-use crate::sys::process::find_program;
-use crate::sys::systemd::Slices;
+use holdfast_control::pki::{self, Pki};
+use holdfast_cri::{CriClient, Runtime as _};
+use holdfast_host::cni_cache;
+use holdfast_kubeapi::Api;
+use holdfast_sys::process::find_program;
+use holdfast_sys::systemd::Slices;
 
 /// The address range of services.
 pub const SERVICE_RANGE: &str = "10.96.0.0/16";
@@ -152,16 +152,16 @@ async fn join(dirs: &Dirs, kubeconfig: &Path) -> anyhow::Result<(kube::Client, S
         .with_context(|| format!("--join: the kubeconfig {shown} cannot be read"))?;
     let (pki, link) = (dirs.agent().join("pki"), dirs.agent().join("kubeconfig"));
     fs::create_dir_all(&pki)?;
-    let authority = crate::kubeapi::client::authority(&absolute).await?;
-    crate::sys::file::replace(&pki.join("ca.crt"), &authority)?;
+    let authority = holdfast_kubeapi::client::authority(&absolute).await?;
+    holdfast_sys::file::replace(&pki.join("ca.crt"), &authority)?;
     // A link, because the file is replaced when the node's certificate is renewed.
     match fs::remove_file(&link) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
         _ => std::os::unix::fs::symlink(&absolute, &link)?,
     }
-    let client = crate::kubeapi::client::connect(&link).await?;
+    let client = holdfast_kubeapi::client::connect(&link).await?;
     let version = client.apiserver_version().await.map_err(|e| {
-        let why = crate::kubeapi::client::chain(&e);
+        let why = holdfast_kubeapi::failure::chain(&e);
         anyhow::anyhow!("--join: the apiserver of {shown} does not answer: {why}")
     })?;
     Ok((
@@ -218,7 +218,7 @@ fn start_control_plane(settings: &Settings, component: &Component) -> anyhow::Re
     let pki = Pki::open(&dir.join("pki"))?;
     let server = format!("https://127.0.0.1:{}", settings.api_port);
     let write = |path: &Path, user: &str, pair: &pki::Pair| {
-        crate::sys::file::replace(
+        holdfast_sys::file::replace(
             path,
             pki::kubeconfig(&server, &pki.ca, user, pair).as_bytes(),
         )
@@ -239,9 +239,9 @@ fn start_control_plane(settings: &Settings, component: &Component) -> anyhow::Re
     let certs = settings.dirs.agent().join("pki");
     fs::create_dir_all(&certs)?;
     let serving = pki.serving(&format!("system:node:{node}"), &[node], &[settings.node_ip])?;
-    crate::sys::file::replace(&certs.join("ca.crt"), pki.ca.as_bytes())?;
-    crate::sys::file::replace(&certs.join("serving.key"), serving.key.as_bytes())?;
-    crate::sys::file::replace(&certs.join("serving.crt"), serving.certificate.as_bytes())?;
+    holdfast_sys::file::replace(&certs.join("ca.crt"), pki.ca.as_bytes())?;
+    holdfast_sys::file::replace(&certs.join("serving.key"), serving.key.as_bytes())?;
+    holdfast_sys::file::replace(&certs.join("serving.crt"), serving.certificate.as_bytes())?;
     if component.runs_supervised() {
         return Ok(false);
     }
@@ -262,12 +262,12 @@ async fn wait_api(
     component: &Component,
     started: bool,
 ) -> anyhow::Result<kube::Client> {
-    let client = crate::kubeapi::client::connect(&settings.dirs.kubeconfig()).await?;
+    let client = holdfast_kubeapi::client::connect(&settings.dirs.kubeconfig()).await?;
     let deadline = tokio::time::Instant::now() + Duration::from_secs(30);
     loop {
         let error = match client.apiserver_version().await {
             Ok(_) => return Ok(client),
-            Err(error) => crate::kubeapi::client::chain(&error),
+            Err(error) => holdfast_kubeapi::failure::chain(&error),
         };
         if component.has_stopped_for_good(started) || tokio::time::Instant::now() > deadline {
             stop_restarts(component, started)?;
@@ -383,7 +383,7 @@ async fn wait_node(
             }
             Ok(None) => {}
             // The control plane may be about to restart.
-            Err(error) => why = crate::kubeapi::client::chain(&error),
+            Err(error) => why = holdfast_kubeapi::failure::chain(&error),
         }
         if component.has_stopped_for_good(started) || tokio::time::Instant::now() > deadline {
             stop_restarts(component, started)?;
@@ -497,7 +497,7 @@ async fn remove_pods(settings: &Settings) -> anyhow::Result<()> {
                 stopped?;
                 runtime.remove_sandbox(&sandbox.id).await?;
             }
-            Ok::<(), crate::cri::RuntimeError>(())
+            Ok::<(), holdfast_cri::RuntimeError>(())
         }
     });
     for result in futures::future::join_all(work).await {
@@ -512,10 +512,10 @@ async fn clean_up(settings: &Settings) -> anyhow::Result<()> {
     let cgroup = settings.cgroup();
     let private = settings.containerd_endpoint.is_none();
     tokio::task::spawn_blocking(move || -> anyhow::Result<()> {
-        crate::sys::mount::unmount_all(&dirs.agent())?;
+        holdfast_sys::mount::unmount_all(&dirs.agent())?;
         if private {
             process::kill_shims(&dirs.run.join("containerd.sock"));
-            crate::sys::mount::unmount_all(&dirs.run)?;
+            holdfast_sys::mount::unmount_all(&dirs.run)?;
         }
         for dir in [
             dirs.agent().join("pods"),
@@ -524,18 +524,18 @@ async fn clean_up(settings: &Settings) -> anyhow::Result<()> {
         ] {
             remove_dir(&dir)?;
         }
-        crate::sys::cgroup::remove(&cgroup)?;
+        holdfast_sys::cgroup::remove(&cgroup)?;
         Ok(())
     })
     .await??;
-    if crate::sys::cgroup::exists(&settings.slice()) {
+    if holdfast_sys::cgroup::exists(&settings.slice()) {
         Slices::default()
             .remove(&settings.slice())
             .await
             .map_err(anyhow::Error::msg)?;
     }
     if private {
-        crate::sys::link::remove(&settings.bridge)
+        holdfast_sys::link::remove(&settings.bridge)
             .await
             .with_context(|| format!("the bridge {} cannot be removed", settings.bridge))?;
     }
@@ -544,7 +544,7 @@ async fn clean_up(settings: &Settings) -> anyhow::Result<()> {
 
 /// Removes a directory of pods, never across a mount: mounted files belong to other programs.
 fn remove_dir(dir: &Path) -> anyhow::Result<()> {
-    Ok(crate::sys::removal::remove_tree(dir)?)
+    Ok(holdfast_sys::removal::remove_tree(dir)?)
 }
 
 /// Prints for every component whether it runs, and how often it was restarted. Fails if a component does not run.

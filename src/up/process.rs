@@ -183,7 +183,7 @@ impl Component {
         }
         // Replaced atomically, because other processes read it at any time.
         let text = format!("{pid} {start}\n");
-        crate::sys::file::replace_soon(&self.pid_file, text.as_bytes()).with_context(|| {
+        holdfast_sys::file::replace_soon(&self.pid_file, text.as_bytes()).with_context(|| {
             format!("the pid file {} cannot be written", self.pid_file.display())
         })?;
         // From now on, a process that stops the parent finds this one in the pid file.

@@ -96,13 +96,13 @@ impl Settings {
                 "--pod-cidr: {pod_cidr} is invalid: use a network address with a prefix of at most 28, such as 10.244.0.0/24"
             );
         }
-        let hash = crate::core::digest::fnv32(name.bytes());
+        let hash = holdfast_core::digest::fnv32(name.bytes());
         let bridge = if name == "holdfast" {
             "hf0".to_owned()
         } else {
             format!("hf-{hash:08x}")
         };
-        let node_ip = crate::sys::addresses::default_address()
+        let node_ip = holdfast_sys::addresses::default_address()
             .await
             .unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
         Ok(Settings {
@@ -117,7 +117,7 @@ impl Settings {
             node_ip,
             agent_config: None,
             join: None,
-            node_name: crate::sys::machine::hostname(),
+            node_name: holdfast_sys::machine::hostname(),
         })
     }
 

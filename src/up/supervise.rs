@@ -173,7 +173,7 @@ pub fn supervise(
     };
     let write = |state: &State| -> anyhow::Result<()> {
         let text = serde_json::to_vec(state)?;
-        crate::sys::file::replace_soon(&component.state_file(), &text)
+        holdfast_sys::file::replace_soon(&component.state_file(), &text)
             .with_context(|| format!("{} cannot be written", component.state_file().display()))
     };
     // Without the file, `holdfast down` would not find this process.

@@ -74,11 +74,11 @@ fn format(disk: &Loop) {
 }
 
 /// Mounts the filesystem of a disk that is not in use, and runs `look` on it.
-fn with_filesystem(disk: &Loop, look: impl FnOnce(&Path)) {
+fn with_filesystem(disk: &Loop, check: impl FnOnce(&Path)) {
     let place = tempfile::tempdir().unwrap();
     let (device, none) = (Some(disk.device.as_str()), None::<&str>);
     mount(device, place.path(), Some("ext4"), MsFlags::empty(), none).unwrap();
-    look(place.path());
+    check(place.path());
     umount2(place.path(), MntFlags::empty()).unwrap();
 }
 

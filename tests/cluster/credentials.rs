@@ -621,7 +621,7 @@ fn a_node_joins_with_the_files_of_kubeadm() {
     assert!(!log().contains(TOKEN.1), "the token is not logged");
     assert!(!log().contains("logging.options"), "kubeadm sets this");
     drop(agent);
-    holdfast::sys::mount::unmount_all(&lib).unwrap();
+    holdfast_sys::mount::unmount_all(&lib).unwrap();
 }
 
 /// `up --join` makes a machine a node of another cluster; tests use real control planes in this way.

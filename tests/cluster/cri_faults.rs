@@ -9,8 +9,8 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
-use holdfast::core::pod::observed::{ContainerState, ObservedPod};
-use holdfast::cri::{CriClient, Runtime as _};
+use holdfast_core::pod::observed::{ContainerState, ObservedPod};
+use holdfast_cri::{CriClient, Runtime as _};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use proxy::{FAULTS, Fault, Proxy};

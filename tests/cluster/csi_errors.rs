@@ -409,7 +409,7 @@ fn migrated_volumes_new_limits_and_volumes_of_unknown_state() {
     // Attachers and the scheduler see immediately which in-tree plugins are migrated.
     assert_eq!(
         csi_node_field(r"metadata.annotations.storage\.alpha\.kubernetes\.io/migrated-plugins"),
-        holdfast::core::volume::migrated::PLUGINS.join(",")
+        holdfast_core::volume::migrated::PLUGINS.join(",")
     );
     let of = |name: &str, source: &str| {
         pod(name, &image, "").replace("persistentVolumeClaim: {claimName: v}", source)

@@ -7,8 +7,8 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::Duration;
 
-use holdfast::core::pod::observed::{ContainerState, ObservedPod};
-use holdfast::cri::{CriClient, Runtime as _};
+use holdfast_core::pod::observed::{ContainerState, ObservedPod};
+use holdfast_cri::{CriClient, Runtime as _};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;

@@ -7,7 +7,7 @@ use crate::support;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use holdfast::sys::logind::{Announcer as _, LogindError};
+use holdfast_sys::logind::{Announcer as _, LogindError};
 use serde_json::Value;
 use support::{Cluster, condition};
 
@@ -566,7 +566,7 @@ fn static_pods_of_a_url_run_while_it_lists_them() {
 #[test]
 fn logind_is_delayed_and_its_announcements_are_received() {
     let mut logind = logind::Logind::start(Duration::from_secs(5));
-    let ours = holdfast::sys::logind::Logind::at(&logind.address(), &logind.configuration());
+    let ours = holdfast_sys::logind::Logind::at(&logind.address(), &logind.configuration());
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

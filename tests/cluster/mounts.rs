@@ -19,11 +19,11 @@ fn ready(cluster: &Cluster, pod: &str) -> bool {
 fn a_subpath_never_escapes_its_volume() {
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-    use holdfast::core::pod::cgroup::Driver;
-    use holdfast::core::volume::resolved::{ResolvedVolume, Source};
-    use holdfast::host::cgroups::Cgroups;
-    use holdfast::host::linux::LinuxHost;
-    use holdfast::host::{PodHost as _, SubPath};
+    use holdfast_core::pod::cgroup::Driver;
+    use holdfast_core::volume::resolved::{ResolvedVolume, Source};
+    use holdfast_host::cgroups::Cgroups;
+    use holdfast_host::linux::LinuxHost;
+    use holdfast_host::{PodHost as _, SubPath};
 
     const SWAPS: u64 = 100_000;
     let (root, inside, outside) = (

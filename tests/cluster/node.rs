@@ -10,7 +10,7 @@ use crate::support;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use holdfast::core::cpuset;
+use holdfast_core::cpuset;
 use holdfast_proto::dra_health as health;
 use holdfast_proto::podresources::ListPodResourcesRequest;
 use pod_resources::list_assignments;

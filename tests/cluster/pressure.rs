@@ -5,14 +5,14 @@ use crate::support;
 
 use std::time::{Duration, Instant};
 
-use holdfast::core::node::cgroup_tree::{self, Reserved, Rules, Supply};
-use holdfast::core::pod::cgroup::Driver;
-use holdfast::core::pod::cgroup_values::Values;
-use holdfast::core::pod::resources::Amounts;
-use holdfast::host::PodHost as _;
-use holdfast::host::cgroups::Cgroups;
-use holdfast::host::linux::LinuxHost;
-use holdfast::sys;
+use holdfast_core::node::cgroup_tree::{self, Reserved, Rules, Supply};
+use holdfast_core::pod::cgroup::Driver;
+use holdfast_core::pod::cgroup_values::Values;
+use holdfast_core::pod::resources::Amounts;
+use holdfast_host::PodHost as _;
+use holdfast_host::cgroups::Cgroups;
+use holdfast_host::linux::LinuxHost;
+use holdfast_sys as sys;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};

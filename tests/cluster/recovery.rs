@@ -16,8 +16,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use driver::Driver;
-use holdfast::core::pod::observed::{ContainerState, ObservedPod};
-use holdfast::cri::{CriClient, Runtime as _};
+use holdfast_core::pod::observed::{ContainerState, ObservedPod};
+use holdfast_cri::{CriClient, Runtime as _};
 use k8s_openapi::api::core::v1::Pod;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -111,7 +111,7 @@ impl Node {
             .build()
             .unwrap();
         let kubeconfig = cluster.data().join("kubeconfig");
-        let api = runtime.block_on(holdfast::kubeapi::client::connect(&kubeconfig));
+        let api = runtime.block_on(holdfast_kubeapi::client::connect(&kubeconfig));
         Node {
             name: name.into(),
             version: version.into(),

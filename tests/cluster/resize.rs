@@ -14,7 +14,7 @@ fn resized(cluster: &Cluster, name: &str, spec: &Value) -> Result<(), String> {
     let runtime = { runtime }.enable_all().build().unwrap();
     runtime.block_on(async {
         let config = cluster.data().join("kubeconfig");
-        let client = holdfast::kubeapi::client::connect(&config).await.unwrap();
+        let client = holdfast_kubeapi::client::connect(&config).await.unwrap();
         let api: kube::Api<k8s_openapi::api::core::v1::Pod> = kube::Api::default_namespaced(client);
         let (params, patch) = (
             kube::api::PatchParams::default(),
@@ -276,7 +276,7 @@ fn pods_are_resized_in_place_and_wait_for_capacity() {
         1,
         "the resize policy requires a restart"
     );
-    if !holdfast::sys::cgroup::is_v2() {
+    if !holdfast_sys::cgroup::is_v2() {
         let shares = ["cat", "/sys/fs/cgroup/cpu/cpu.shares"];
         assert_eq!(support::inside(&cluster, "live", &shares), "204");
     }

@@ -480,7 +480,7 @@ fn idle_connections_and_slow_readers_block_no_other_client() {
     let admin = Administrator::of(&cluster);
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let tls = std::sync::Arc::new(
-        holdfast::https::client(&admin.certificate, &admin.key, &admin.roots).unwrap(),
+        holdfast_https::client(&admin.certificate, &admin.key, &admin.roots).unwrap(),
     );
     let shaken: Vec<_> = runtime.block_on(async {
         use tokio::io::AsyncWriteExt as _;
@@ -573,7 +573,7 @@ fn thousands_of_streams_leave_nothing_behind() {
     let admin = Administrator::of(&cluster);
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let tls = std::sync::Arc::new(
-        holdfast::https::client(&admin.certificate, &admin.key, &admin.roots).unwrap(),
+        holdfast_https::client(&admin.certificate, &admin.key, &admin.roots).unwrap(),
     );
     let upgrade = "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n";
     let socket = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n";

@@ -1,7 +1,7 @@
 //! Authentication and authorisation.
 
-use holdfast::control::api::auth::User;
-use holdfast::https::Certificate;
+use holdfast_control::api::auth::User;
+use holdfast_https::Certificate;
 use k8s_openapi::api::authentication::v1::TokenReview;
 use k8s_openapi::api::core::v1::{Secret, ServiceAccount};
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
@@ -66,7 +66,7 @@ async fn tokens_name_their_account_and_expire_with_their_pod() {
 #[tokio::test]
 async fn roles_grant_their_rules_and_users_grant_only_what_they_have() {
     let server = Server::new().await;
-    for (plural, object) in holdfast::control::api::rbac::bootstrap() {
+    for (plural, object) in holdfast_control::api::rbac::bootstrap() {
         server
             .ok(
                 "POST",
@@ -589,11 +589,11 @@ async fn tokens_are_bound_to_pods_secrets_and_nodes() {
     record["metadata"]["deletionTimestamp"] = time.into();
     let key = "pods/default/p";
     let revision = server.0.store().get(key).unwrap().revision;
-    let write = holdfast::control::store::Write {
+    let write = holdfast_control::store::Write {
         key: key.into(),
-        expect: holdfast::control::store::Expect::Revision(revision),
+        expect: holdfast_control::store::Expect::Revision(revision),
         requires: None,
-        change: holdfast::control::store::Change::Put,
+        change: holdfast_control::store::Change::Put,
         render: Box::new(move |_| record.to_string().into()),
         attrs: std::sync::Arc::default(),
     };

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use holdfast::control::api::object;
-use holdfast::control::store::{Attrs, Change, Expect, Record, Store, Write, WriteError};
+use holdfast_control::api::object;
+use holdfast_control::store::{Attrs, Change, Expect, Record, Store, Write, WriteError};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use serde_json::json;
 

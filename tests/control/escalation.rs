@@ -1,6 +1,6 @@
 //! Privilege escalation: tables of users and attempts, all of which must fail.
 
-use holdfast::core::node::signing::CLIENT;
+use holdfast_core::node::signing::CLIENT;
 use serde_json::{Value, json};
 
 use crate::server::{MAPS, PODS, Server, pod};
@@ -647,7 +647,7 @@ async fn an_update_needs_the_right_to_create() {
 #[tokio::test]
 async fn the_front_proxys_certificate_is_not_accepted() {
     let server = Server::with_roles().await;
-    let proxy = holdfast::control::api::rbac::NODE_CLIENT;
+    let proxy = holdfast_control::api::rbac::NODE_CLIENT;
     for (method, url, code) in [
         ("GET", "/api/v1/secrets", 403),
         ("PUT", "/api/v1/nodes/n/status", 403),

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use holdfast::core::node::signing;
+use holdfast_core::node::signing;
 use serde_json::{Value, json};
 
 use crate::server::{MAPS, MERGE, PODS, Reply, STRATEGIC, Server, pod};
@@ -242,7 +242,7 @@ async fn mutated_bytes_and_queries_get_a_response() {
         let query = mutate_bytes(random, query);
         let url = format!("{MAPS}?{}", String::from_utf8_lossy(&query));
         request = Server::request(["GET", "DELETE"][random.below(2)], &url, "", vec![]);
-        if let holdfast::control::api::Answer::Body { code, body, .. } =
+        if let holdfast_control::api::Answer::Body { code, body, .. } =
             server.0.answer(request).await
         {
             assert!(

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use holdfast::control::api::{Answer, Request};
+use holdfast_control::api::{Answer, Request};
 use nix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 

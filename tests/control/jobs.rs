@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use holdfast::kubeapi::client::connect;
+use holdfast_kubeapi::client::connect;
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{Event, Pod};
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
@@ -332,14 +332,14 @@ impl Plane {
     pub async fn start() -> Plane {
         let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
         let dir = tempfile::tempdir().unwrap();
-        let settings = holdfast::control::Settings {
+        let settings = holdfast_control::Settings {
             dir: dir.path().into(),
             bind: vec![],
             port: 0,
             advertise: [127, 0, 0, 1].into(),
             service_range: "10.96.0.0/16".parse().unwrap(),
         };
-        let runs = tokio::spawn(holdfast::control::run(settings));
+        let runs = tokio::spawn(holdfast_control::run(settings));
         let client = client(&dir.path().join("controller-manager.kubeconfig")).await;
         Plane {
             client,

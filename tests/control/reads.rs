@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use holdfast::control::api::Answer;
-use holdfast::control::store::Store;
-use holdfast::core::version::REPORTED;
+use holdfast_control::api::Answer;
+use holdfast_control::store::Store;
+use holdfast_core::version::REPORTED;
 use serde_json::{Value, json};
 
 use crate::server::{MAPS, MERGE, Server, next};

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use holdfast::control::api::auth::User;
-use holdfast::control::api::token::Tokens;
-use holdfast::control::api::watch::Line;
-use holdfast::control::api::{Answer, Api, Query, Request};
-use holdfast::control::pki::Pki;
-use holdfast::control::store::Store;
+use holdfast_control::api::auth::User;
+use holdfast_control::api::token::Tokens;
+use holdfast_control::api::watch::Line;
+use holdfast_control::api::{Answer, Api, Query, Request};
+use holdfast_control::pki::Pki;
+use holdfast_control::store::Store;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
@@ -144,7 +144,7 @@ impl Server {
     /// With the bootstrap roles and bindings of every cluster.
     pub async fn with_roles() -> Server {
         let server = Self::new().await;
-        for (plural, object) in holdfast::control::api::rbac::bootstrap() {
+        for (plural, object) in holdfast_control::api::rbac::bootstrap() {
             let url = format!("/apis/rbac.authorization.k8s.io/v1/{plural}");
             server.ok("POST", &url, &object).await;
         }

@@ -14,12 +14,12 @@ mod vm;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use holdfast::core::pod::cgroup::Driver;
-use holdfast::core::volume::resolved::{self, NodeProperties};
-use holdfast::host::PodHost as _;
-use holdfast::host::cgroups::Cgroups;
-use holdfast::host::linux::LinuxHost;
-use holdfast::sys::{quota, usage};
+use holdfast_core::pod::cgroup::Driver;
+use holdfast_core::volume::resolved::{self, NodeProperties};
+use holdfast_host::PodHost as _;
+use holdfast_host::cgroups::Cgroups;
+use holdfast_host::linux::LinuxHost;
+use holdfast_sys::{quota, usage};
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
 use support::{Cluster, condition, skip};

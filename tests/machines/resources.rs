@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use holdfast::core::cpuset;
+use holdfast_core::cpuset;
 use serde_json::{Value, json};
 
 use crate::support::{self, Cluster, condition};

@@ -714,7 +714,7 @@ fn import_busybox(
 
 /// Runs a command in the first container of a pod and returns its output.
 pub fn inside(cluster: &Cluster, pod: &str, command: &[&str]) -> String {
-    use holdfast::cri::{CriClient, Runtime as _};
+    use holdfast_cri::{CriClient, Runtime as _};
     let id = cluster.pod(pod)["status"]["containerStatuses"][0]["containerID"]
         .as_str()
         .unwrap()

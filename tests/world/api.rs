@@ -4,8 +4,8 @@ use k8s_openapi::ByteString;
 
 use super::*;
 
-use holdfast::core::volume::claims::Grown;
-use holdfast::core::volume::resize::Resize;
+use holdfast_core::volume::resize::Grown;
+use holdfast_core::volume::resize::Resize;
 
 #[async_trait]
 impl PodApi for World {

@@ -143,7 +143,7 @@ impl PodHost for World {
     async fn user_mappings(
         &self,
         _: &Pod,
-    ) -> Result<holdfast::core::pod::users::Mappings, HostError> {
+    ) -> Result<holdfast_core::pod::users::Mappings, HostError> {
         Err("no user namespaces here".into())
     }
 
@@ -193,7 +193,7 @@ impl PodHost for World {
     async fn termination_message(
         &self,
         _: &str,
-        _: &holdfast::core::pod::observed::Container,
+        _: &holdfast_core::pod::observed::Container,
     ) -> Option<String> {
         None
     }
@@ -240,8 +240,8 @@ impl PodHost for World {
         _: &Pod,
         _: &str,
         _: u64,
-    ) -> Result<holdfast::sys::usage::Usage, HostError> {
-        Ok(holdfast::sys::usage::Usage::default())
+    ) -> Result<holdfast_sys::usage::Usage, HostError> {
+        Ok(holdfast_sys::usage::Usage::default())
     }
 
     async fn log_usage(&self, _: &Pod, _: &str) -> Result<u64, HostError> {

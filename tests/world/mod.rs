@@ -31,38 +31,39 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use holdfast::agent::{
+use holdfast_agent::{
     Agent, Context, Events, Images, Journals, Metrics, Network, OwnNode, Statics,
 };
-use holdfast::config::{self, Overrides};
-use holdfast::core::image::gc::Filesystem;
-use holdfast::core::node::shutdown::Periods;
-use holdfast::core::pod;
-use holdfast::core::pod::cri_config::label;
-use holdfast::core::pod::explain::{self, Fetching};
-use holdfast::core::pod::observed::{
+use holdfast_config as config;
+use holdfast_config::Overrides;
+use holdfast_core::image::gc::Filesystem;
+use holdfast_core::node::shutdown::Periods;
+use holdfast_core::pod;
+use holdfast_core::pod::cri_config::label;
+use holdfast_core::pod::explain::{self, Fetching};
+use holdfast_core::pod::observed::{
     Container, ContainerState, EventKind, ObservedPod, RuntimeEvent, Sandbox,
 };
-use holdfast::core::pod::probe::{Http, Reply};
-use holdfast::core::pod::record::Record;
-use holdfast::core::serving::Streams;
-use holdfast::core::volume::payload::Files;
-use holdfast::core::volume::resolved::{Problem, ResolvedVolume};
-use holdfast::cri::{
+use holdfast_core::pod::probe::{Http, Reply};
+use holdfast_core::pod::record::Record;
+use holdfast_core::serving::Streams;
+use holdfast_core::volume::payload::Files;
+use holdfast_core::volume::resolved::{Problem, ResolvedVolume};
+use holdfast_cri::{
     Credentials, Exec, Image, ImageInventory, ListedPod, RunningContainer, Runtime, RuntimeError,
     RuntimeErrorKind, RuntimeStatus,
 };
-use holdfast::host::{HostError, Log, OnRemoval, PodHost, SubPath};
-use holdfast::kubeapi::answers::{Answers, Recovery};
-use holdfast::kubeapi::cache::{Cache, Writer};
-use holdfast::kubeapi::objects::{Following, OnChange};
-use holdfast::kubeapi::pods::{
+use holdfast_host::{HostError, Log, OnRemoval, PodHost, SubPath};
+use holdfast_kubeapi::answers::{Answers, Recovery};
+use holdfast_kubeapi::cache::{Cache, Writer};
+use holdfast_kubeapi::objects::{Following, OnChange};
+use holdfast_kubeapi::pods::{
     ApiFailure, Attachment, Binding, CertificateFor, PodApi, Token, TokenFor,
 };
-use holdfast::probes::{Dialer, HttpError};
-use holdfast::sys::clock::Clock;
-use holdfast::sys::machine::Machine;
+use holdfast_probes::{Dialer, HttpError};
 use holdfast_proto::cri as pb;
+use holdfast_sys::clock::Clock;
+use holdfast_sys::machine::Machine;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequest};
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Node, Pod, Secret, Service, ServiceAccount};
@@ -332,10 +333,10 @@ impl World {
         let (logind, periods) = self.state().logind.clone().unzip();
         config.shutdown = periods.unwrap_or_default();
         let managers = self.managers(&mut config.root_dir);
-        let (ledger, requests) = holdfast::agent::ledger::channel(managers);
+        let (ledger, requests) = holdfast_agent::ledger::channel(managers);
         let (network, network_state) = watch::channel(Network::Ready);
         let api: Arc<dyn PodApi> = Arc::new(self.clone());
-        let starts = holdfast::agent::Starts::for_processors(2);
+        let starts = holdfast_agent::Starts::for_processors(2);
         let unlimited = (0.0, 0.0);
         let events = Events::start(
             Arc::clone(&api),
@@ -359,18 +360,18 @@ impl World {
             node: OwnNode::new(&config, Some(Arc::new(self.clone()))),
             pressures: watch::Sender::default(),
             shutting_down: watch::Sender::default(),
-            unserved: holdfast::agent::Unserved::default(),
+            unserved: holdfast_agent::Unserved::default(),
             ledger,
-            features: watch::channel(holdfast::cri::Features::default()).0,
+            features: watch::channel(holdfast_cri::Features::default()).0,
             metrics: Arc::new(Metrics::default()),
             dialer: Arc::new(self.clone()),
             journals: Journals::default(),
-            heartbeats: holdfast::agent::Heartbeats::default(),
+            heartbeats: holdfast_agent::Heartbeats::default(),
             starts,
-            csi: holdfast::agent::Csi::new(&config.root_dir),
-            disks: holdfast::agent::AttachedDisks::new(&config.root_dir),
-            devices: holdfast::agent::DeviceManager::new(&config.device_plugin_dir, self.1.now()),
-            claims: holdfast::agent::ClaimManager::new(&config.root_dir).unwrap(),
+            csi: holdfast_agent::Csi::new(&config.root_dir),
+            disks: holdfast_agent::AttachedDisks::new(&config.root_dir),
+            devices: holdfast_agent::DeviceManager::new(&config.device_plugin_dir, self.1.now()),
+            claims: holdfast_agent::ClaimManager::new(&config.root_dir).unwrap(),
             roster: watch::Sender::default(),
             started: self.1.now(),
             config,

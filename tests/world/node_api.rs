@@ -2,8 +2,8 @@
 //! Node may be deleted.
 
 use futures::stream::{BoxStream, StreamExt as _};
-use holdfast::agent::{NodeApi, NodeChange};
-use holdfast::core::volume::csi::Drivers;
+use holdfast_agent::{NodeApi, NodeChange};
+use holdfast_core::volume::csi::Drivers;
 use k8s_openapi::api::coordination::v1::Lease;
 
 use super::*;

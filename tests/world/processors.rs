@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use holdfast::core::node::cpus;
-use holdfast::core::node::managers::{self, Managers};
-use holdfast::core::node::topology::{Cpu, Topology};
+use holdfast_core::node::cpus;
+use holdfast_core::node::managers::{self, Managers};
+use holdfast_core::node::topology::{Cpu, Topology};
 use k8s_openapi::api::core::v1::Pod;
 
 use super::World;

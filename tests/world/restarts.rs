@@ -1,7 +1,7 @@
 //! Containers that must not run again or not in this sandbox, and calls that are cancelled or blocked.
 
 use super::*;
-use holdfast::core::pod::container_hash;
+use holdfast_core::pod::container_hash;
 
 /// The sandbox that a call is stopping, until this is dropped.
 pub(super) struct Stopping(World, String);

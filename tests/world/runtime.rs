@@ -225,7 +225,7 @@ impl Runtime for World {
                 image_ref: "sha256:i".into(),
                 hash: config
                     .annotations
-                    .get(holdfast::core::pod::cri_config::annotation::HASH)
+                    .get(holdfast_core::pod::cri_config::annotation::HASH)
                     .cloned(),
                 user: None,
                 stop_signal: None,
@@ -495,7 +495,7 @@ impl Runtime for World {
 
     async fn layers(
         &self,
-    ) -> Result<BTreeMap<(String, String), holdfast::cri::Layer>, RuntimeError> {
+    ) -> Result<BTreeMap<(String, String), holdfast_cri::Layer>, RuntimeError> {
         Ok(BTreeMap::new())
     }
 

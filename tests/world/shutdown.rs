@@ -1,7 +1,7 @@
 //! A logind that announces shutdowns when the test requests it, and pods with priorities.
 
-use holdfast::core::node::shutdown::{Period, ShutdownSettings};
-use holdfast::sys::logind::{Announcements, Announcer, Inhibitor, LogindError};
+use holdfast_core::node::shutdown::{Period, ShutdownSettings};
+use holdfast_sys::logind::{Announcements, Announcer, Inhibitor, LogindError};
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

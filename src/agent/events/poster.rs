@@ -16,12 +16,12 @@ use tokio::time::Instant;
 
 use super::super::pod::starts::IdleGate;
 use super::{Dropped, Emitted, Kind, MAX_QUEUED};
-use crate::core::backoff::Doubling;
-use crate::core::bucket::Bucket;
-use crate::core::correlate::{self, Correlator, Key};
-use crate::core::time::seconds;
-use crate::kubeapi::pods::{ApiFailure, PodApi};
-use crate::sys::clock::Clock;
+use holdfast_core::backoff::Doubling;
+use holdfast_core::bucket::Bucket;
+use holdfast_core::correlate::{self, Correlator, Key};
+use holdfast_core::time::seconds;
+use holdfast_kubeapi::pods::{ApiFailure, PodApi};
+use holdfast_sys::clock::Clock;
 
 /// Limit for parallel requests. A request without an answer delays only the events of its object.
 const MAX_PARALLEL_REQUESTS: usize = 8;

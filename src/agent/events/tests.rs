@@ -6,8 +6,8 @@ use serde_json::Value;
 
 use super::poster::{EventSink, QueuedEvents};
 use super::*;
-use crate::agent::Starts;
-use crate::kubeapi::pods::ApiFailure;
+use crate::Starts;
+use holdfast_kubeapi::pods::ApiFailure;
 
 fn emitted(kind: Kind, reason: &str) -> Emitted {
     Emitted {

@@ -4,12 +4,12 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-use crate::core::image::pulled::ByAccount;
-use crate::core::image::tokens::{Grant, Rules};
-use crate::core::lock::lock;
-use crate::core::{meta, pod};
-use crate::kubeapi::pods::{ApiFailure, Issued, PodApi, Token, TokenFor};
 use async_trait::async_trait;
+use holdfast_core::image::pulled::ByAccount;
+use holdfast_core::image::tokens::{Grant, Rules};
+use holdfast_core::lock::lock;
+use holdfast_core::{meta, pod};
+use holdfast_kubeapi::pods::{ApiFailure, Issued, PodApi, Token, TokenFor};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Pod, ServiceAccount};
 

@@ -9,16 +9,16 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 
 use super::Ages;
-use crate::agent::Context;
-use crate::agent::events::Kind;
-use crate::agent::pod::dead_containers;
-use crate::core::backoff::Doubling;
-use crate::core::image::canonical_name;
-use crate::core::image::gc::{Filesystem, ImageOnNode, PlannedImage};
-use crate::core::node::collection::{Decision, Failures, ImageDecision, RemovalReason, Report};
-use crate::core::pod;
-use crate::cri::{ImageInventory, RuntimeError};
-use crate::host::HostError;
+use crate::Context;
+use crate::events::Kind;
+use crate::pod::dead_containers;
+use holdfast_core::backoff::Doubling;
+use holdfast_core::image::canonical_name;
+use holdfast_core::image::gc::{Filesystem, ImageOnNode, PlannedImage};
+use holdfast_core::node::collection::{Decision, Failures, ImageDecision, RemovalReason, Report};
+use holdfast_core::pod;
+use holdfast_cri::{ImageInventory, RuntimeError};
+use holdfast_host::HostError;
 
 /// Why images could not be removed.
 #[derive(Debug, thiserror::Error)]
@@ -132,11 +132,11 @@ async fn wanted_by_pods(context: &Context) -> BTreeSet<String> {
 }
 
 fn present(stock: &ImageInventory, wanted: &BTreeSet<String>) -> Vec<ImageOnNode> {
-    let used = |image: &crate::cri::Image| {
+    let used = |image: &holdfast_cri::Image| {
         let names = || image.names.iter().chain(std::iter::once(&image.id));
         names().any(|name| stock.in_use.contains(name) || wanted.contains(name))
     };
-    let of = |image: &crate::cri::Image| ImageOnNode {
+    let of = |image: &holdfast_cri::Image| ImageOnNode {
         id: image.id.clone(),
         size: image.size,
         pinned: image.pinned,
@@ -365,7 +365,7 @@ mod tests {
         let unremoved = CollectError::Unremoved {
             id: "sha256:1".into(),
             why: RuntimeError {
-                kind: crate::cri::RuntimeErrorKind::Failed,
+                kind: holdfast_cri::RuntimeErrorKind::Failed,
                 code: None,
                 message: "read-only file system".into(),
             },

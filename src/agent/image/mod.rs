@@ -24,21 +24,21 @@ use self::provider::Providers;
 use self::records::Records;
 use super::Context;
 use super::events::Kind;
-use crate::config::Config;
-use crate::core::backoff::PullBackoff;
-use crate::core::bucket::Bucket;
-use crate::core::digest;
-use crate::core::fault::{Class, Fault};
-use crate::core::image::gc::Ledger as Ages;
-use crate::core::image::keyring::{self, Entry};
-use crate::core::image::pulled::{
+use holdfast_config::Config;
+use holdfast_core::backoff::PullBackoff;
+use holdfast_core::bucket::Bucket;
+use holdfast_core::digest;
+use holdfast_core::fault::{Class, Fault};
+use holdfast_core::image::gc::Ledger as Ages;
+use holdfast_core::image::keyring::{self, Entry};
+use holdfast_core::image::pulled::{
     self, ByAccount, BySecret, PodCredentials, Policy, PullCredential,
 };
-use crate::core::image::{pull_failure, untagged, with_default_tag};
-use crate::core::lock::lock;
-use crate::core::node::features;
-use crate::core::pod::{self, Role};
-use crate::cri::{Credentials, Image};
+use holdfast_core::image::{pull_failure, untagged, with_default_tag};
+use holdfast_core::lock::lock;
+use holdfast_core::node::features;
+use holdfast_core::pod::{self, Role};
+use holdfast_cri::{Credentials, Image};
 
 /// How long a failed pull is shown as such, before the container's reason becomes `ImagePullBackOff`.
 const PULL_ERROR_SHOWN_FOR: Duration = Duration::from_secs(2);

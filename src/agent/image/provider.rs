@@ -14,12 +14,12 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::Instant;
 
 use super::accounts::{Caller, Granted, Tokens};
-use crate::core::image::keyring::{self, Entry};
-use crate::core::image::pulled::ByAccount;
-use crate::core::image::tokens::{Attributes, Grant, Key, Rules};
-use crate::core::lock::lock;
-use crate::core::node::features::PLUGIN_TOKENS;
-use crate::core::time::duration;
+use holdfast_core::image::keyring::{self, Entry};
+use holdfast_core::image::pulled::ByAccount;
+use holdfast_core::image::tokens::{Attributes, Grant, Key, Rules};
+use holdfast_core::lock::lock;
+use holdfast_core::node::features::PLUGIN_TOKENS;
+use holdfast_core::time::duration;
 
 /// The supported API versions of plugins; requests and answers are the same in all of them.
 const VERSIONS: [&str; 3] = [

@@ -8,12 +8,13 @@ use std::sync::{Arc, Mutex};
 
 use serde_json::json;
 
-use crate::core::digest;
-use crate::core::image::pulled::{PullCredential, Record};
-use crate::core::lock::lock;
-use crate::host::{self, HostError};
-use crate::sys::failure::doing;
-use crate::sys::file;
+use holdfast_core::digest;
+use holdfast_core::image::pulled::{PullCredential, Record};
+use holdfast_core::lock::lock;
+use holdfast_host as host;
+use holdfast_host::HostError;
+use holdfast_sys::failure::doing;
+use holdfast_sys::file;
 
 /// The directories `pulling` and `pulled` below the agent's root directory.
 #[derive(Debug, Clone)]
@@ -210,7 +211,7 @@ fn remove(path: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::image::pulled::BySecret;
+    use holdfast_core::image::pulled::BySecret;
 
     const IMAGE: &str = "r/x:1";
     const ID: &str = "sha256:1";

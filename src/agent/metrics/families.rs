@@ -1,7 +1,7 @@
 //! Names, help texts and labels of the kubelet's metrics, and the buckets of its histograms
 //! (`pkg/kubelet/metrics/metrics.go`).
 
-use crate::core::serving::exposition::Family;
+use holdfast_core::serving::exposition::Family;
 
 pub(super) const POD_STARTS: &[f64] = &[
     0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 20.0, 30.0, 45.0, 60.0, 120.0, 180.0, 240.0,

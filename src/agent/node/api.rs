@@ -14,12 +14,13 @@ use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Precon
 use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 
-use crate::core::time::shown;
-use crate::core::volume::csi::Drivers;
-use crate::core::volume::migrated;
-use crate::kubeapi::Api;
-use crate::kubeapi::client::{chain, code};
-use crate::kubeapi::pods::ApiFailure;
+use holdfast_core::time::shown;
+use holdfast_core::volume::csi::Drivers;
+use holdfast_core::volume::migrated;
+use holdfast_kubeapi::Api;
+use holdfast_kubeapi::client::code;
+use holdfast_kubeapi::failure::chain;
+use holdfast_kubeapi::pods::ApiFailure;
 
 /// A change reported by the watch of the Node object.
 #[derive(Debug)]

@@ -9,16 +9,18 @@ use k8s_openapi::api::core::v1::Pod;
 use tokio::time::Instant;
 
 use super::{limits, size};
-use crate::agent::{Context, Kind};
-use crate::config::Config;
-use crate::core::backoff::Doubling;
-use crate::core::node::capacity;
-use crate::core::node::cgroup_tree::{Group, PIDS, Rules, Supply, tree, with_allocated_resources};
-use crate::core::pod;
-use crate::core::pod::cgroup_values::{RestoredCgroup, Values};
-use crate::core::quantity::Quantity;
-use crate::host::HostError;
-use crate::sys::meter;
+use crate::{Context, Kind};
+use holdfast_config::Config;
+use holdfast_core::backoff::Doubling;
+use holdfast_core::node::capacity;
+use holdfast_core::node::cgroup_tree::{
+    Group, PIDS, Rules, Supply, tree, with_allocated_resources,
+};
+use holdfast_core::pod;
+use holdfast_core::pod::cgroup_values::{RestoredCgroup, Values};
+use holdfast_core::quantity::Quantity;
+use holdfast_host::HostError;
+use holdfast_sys::meter;
 
 /// Collects changes for this time, as many pods may start or stop together.
 const DEBOUNCE: Duration = Duration::from_millis(200);
@@ -69,7 +71,7 @@ fn event_messages(config: &Config, group: &Group) -> Option<(String, String)> {
         }
         Group::Reserved(name) => {
             let reserved = |whose: &str, rule: &Option<_>| {
-                let rule: &crate::core::node::cgroup_tree::Reserved = rule.as_ref()?;
+                let rule: &holdfast_core::node::cgroup_tree::Reserved = rule.as_ref()?;
                 (rule.cgroup == *name).then(|| {
                     let part = if rule.compressible_only {
                         " Compressible"

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use tokio::sync::{Mutex, watch};
 
-use crate::host::{HostError, blocking};
-use crate::sys::file;
+use holdfast_host::{HostError, blocking};
+use holdfast_sys::file;
 
 /// Size limit of a checkpoint, in bytes.
 const MAX_CHECKPOINT_SIZE: u64 = 64 << 20;

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use crate::agent::metrics::{Metrics, family};
-use crate::core::node::claims::Claims;
-use crate::core::serving::exposition::{Family, Page};
+use crate::metrics::{Metrics, family};
+use holdfast_core::node::claims::Claims;
+use holdfast_core::serving::exposition::{Family, Page};
 
 const OPERATIONS: Family = family(
     "dra_operations_duration_seconds",

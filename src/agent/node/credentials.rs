@@ -20,17 +20,17 @@ use tokio::sync::watch;
 use embedded::User;
 use embedded::adopt;
 
-use crate::agent::Metrics;
-use crate::config::Config;
-use crate::core::backoff::Doubling;
-use crate::core::node::addresses::certificate_names;
-use crate::core::node::signing::{self, CLIENT, SERVING};
-use crate::host::{HostError, blocking};
-use crate::kubeapi::client::connect;
-use crate::kubeapi::signing::{CertificateRequest, obtain};
-use crate::sys::clock::Clock;
-use crate::sys::failure::doing;
-use crate::sys::file;
+use crate::Metrics;
+use holdfast_config::Config;
+use holdfast_core::backoff::Doubling;
+use holdfast_core::node::addresses::certificate_names;
+use holdfast_core::node::signing::{self, CLIENT, SERVING};
+use holdfast_host::{HostError, blocking};
+use holdfast_kubeapi::client::connect;
+use holdfast_kubeapi::signing::{CertificateRequest, obtain};
+use holdfast_sys::clock::Clock;
+use holdfast_sys::failure::doing;
+use holdfast_sys::file;
 
 /// How long to wait for the first certificate, and for each later one.
 const CERTIFICATE_TIMEOUTS: (Duration, Duration) =
@@ -483,7 +483,7 @@ async fn renew(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Overrides, load};
+    use holdfast_config::{Overrides, load};
 
     #[test]
     fn the_link_leads_to_the_newest_pair_which_only_its_owner_reads() {

@@ -20,20 +20,20 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::checkpoint::Checkpoint;
-use super::ledger::log_dropped_reply;
-use crate::agent::Context;
-use crate::agent::pod::dispatch::Roster;
-use crate::agent::pod::relist::Hint;
-use crate::core::lock::lock;
-use crate::core::node::admit::Refusal;
-use crate::core::node::devices::checkpoint as format;
-use crate::core::node::devices::{DeviceConfig, DeviceError, Devices, Slot, is_resource_name};
-use crate::core::pod;
-use crate::core::pod::resources::Amounts;
-use crate::devices::{
+use super::log_dropped_reply;
+use crate::Context;
+use crate::pod::relist::Hint;
+use crate::pod::roster::Roster;
+use holdfast_core::lock::lock;
+use holdfast_core::node::admit::Refusal;
+use holdfast_core::node::devices::checkpoint as format;
+use holdfast_core::node::devices::{DeviceConfig, DeviceError, Devices, Slot, is_resource_name};
+use holdfast_core::pod;
+use holdfast_core::pod::resources::Amounts;
+use holdfast_devices::{
     Options, Plugin, PluginError, Register, Registration, VERSION, serve_registration,
 };
-use crate::host::HostError;
+use holdfast_host::HostError;
 
 /// The name of the registration socket.
 const SOCKET: &str = "kubelet.sock";
@@ -399,16 +399,16 @@ impl Register for Registrar {
 
 /// Removes the sockets of plugins and creates the registration socket. The removal makes plugins register again.
 fn listen(dir: &Path) -> std::io::Result<UnixListener> {
-    crate::sys::file::make_for_plugins(dir)?;
+    holdfast_sys::file::make_for_plugins(dir)?;
     let own = dir.join(SOCKET);
     // If another agent is listening, its plugins must keep their sockets.
-    crate::sys::link::clear(&own)?;
+    holdfast_sys::link::clear(&own)?;
     for entry in std::fs::read_dir(dir)?.flatten() {
         if entry.file_type().is_ok_and(|kind| kind.is_socket()) {
             std::fs::remove_file(entry.path())?;
         }
     }
-    crate::sys::link::listen(&own)
+    holdfast_sys::link::listen(&own)
 }
 
 /// Serves registrations and writes the checkpoint until the process exits.

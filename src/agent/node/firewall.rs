@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::host::iptables;
+use holdfast_host::iptables;
 
 /// Interval between checks.
 const CHECK_INTERVAL: Duration = Duration::from_secs(60);

@@ -9,8 +9,8 @@ use kube::ResourceExt as _;
 
 use super::api::within;
 use super::deadline;
-use crate::agent::Context;
-use crate::core::backoff::Doubling;
+use crate::Context;
+use holdfast_core::backoff::Doubling;
 
 /// Back-off after a failed renewal.
 const PAUSES: Doubling = Doubling::new(Duration::from_millis(200), Duration::from_secs(7));

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use tokio::time::timeout;
 
-use crate::agent::Context;
-use crate::core::node::leases::Attachments;
-use crate::sys::leases::release_orphaned;
+use crate::Context;
+use holdfast_core::node::leases::Attachments;
+use holdfast_sys::leases::release_orphaned;
 
 /// Interval between checks.
 const CHECK_INTERVAL: Duration = Duration::from_secs(300);

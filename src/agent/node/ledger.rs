@@ -9,18 +9,19 @@ use std::time::Instant;
 use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::{mpsc, oneshot, watch};
 
+use super::log_dropped_reply;
 use super::{AdmissionNode, devices, manager_metrics};
-use crate::agent::pod::inbox::Inbox;
-use crate::agent::{Context, Kind};
-use crate::core::node::admit::{self, NodeResources, NodeState, Refusal};
-use crate::core::node::devices::{Devices, Slot};
-use crate::core::node::ledger::{Decision, Eviction, Ledger, requests_more};
-use crate::core::node::managers::Managers;
-use crate::core::pod;
-use crate::core::pod::pinning::Pinning;
-use crate::core::pod::resources::Amounts;
-use crate::core::pod::status::Verdict;
-use crate::core::pod::worker::Input;
+use crate::pod::inbox::Inbox;
+use crate::{Context, Kind};
+use holdfast_core::node::admit::{self, NodeResources, NodeState, Refusal};
+use holdfast_core::node::devices::{Devices, Slot};
+use holdfast_core::node::ledger::{Decision, Eviction, Ledger, requests_more};
+use holdfast_core::node::managers::Managers;
+use holdfast_core::pod;
+use holdfast_core::pod::lifecycle::Verdict;
+use holdfast_core::pod::pinning::Pinning;
+use holdfast_core::pod::resources::Amounts;
+use holdfast_core::pod::worker::Input;
 
 /// A request to the actor.
 enum Request {
@@ -560,13 +561,6 @@ impl Actor {
         }
         self.retry_resizes("pods_removed");
         self.admit_waiting();
-    }
-}
-
-/// Handles a reply whose receiver was dropped.
-pub(super) fn log_dropped_reply<T>(result: Result<(), T>) {
-    if result.is_err() {
-        tracing::debug!("the requesting worker no longer waits for the answer");
     }
 }
 

@@ -11,10 +11,10 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::agent::Context;
-use crate::core::lock::lock;
-use crate::cri::{RunningContainer, RuntimeError};
-use crate::host::{HostError, HostErrorKind, Log};
+use crate::Context;
+use holdfast_core::lock::lock;
+use holdfast_cri::{RunningContainer, RuntimeError};
+use holdfast_host::{HostError, HostErrorKind, Log};
 
 /// Limit for parallel renames, so that a runtime that hangs for one log does not delay others.
 const MAX_PARALLEL_RENAMES: usize = 16;

@@ -3,8 +3,8 @@
 
 use anyhow::bail;
 
-use crate::config::Config;
-use crate::sys::{beneath, machine, process};
+use holdfast_config::Config;
+use holdfast_sys::{beneath, machine, process};
 
 /// The sysctls that `protectKernelDefaults` requires, below `/proc/sys`.
 const KERNEL: [(&str, i64); 6] = [
@@ -26,7 +26,7 @@ pub fn refusals(config: &Config) -> Vec<String> {
             machine::kernel()
         ));
     }
-    if config.refuses_cgroup_v1 && !crate::sys::cgroup::is_v2() {
+    if config.refuses_cgroup_v1 && !holdfast_sys::cgroup::is_v2() {
         refusals.push(
             "failCgroupV1 is true and this machine has cgroup v1: boot it with cgroup v2, or set failCgroupV1: false".into(),
         );

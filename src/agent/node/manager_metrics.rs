@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 
-use crate::agent::metrics::{Metrics, family};
-use crate::core::cpuset::CpuSet;
-use crate::core::node::cgroup_tree::{Rules, protection};
-use crate::core::node::hints::{Count, Scope};
-use crate::core::node::managers::Managers;
-use crate::core::serving::exposition::{Family, Page};
+use crate::metrics::{Metrics, family};
+use holdfast_core::cpuset::CpuSet;
+use holdfast_core::node::cgroup_tree::{Rules, protection};
+use holdfast_core::node::hints::{Count, Scope};
+use holdfast_core::node::managers::Managers;
+use holdfast_core::serving::exposition::{Family, Page};
 
 const CPU_REQUESTS: Family = family(
     "kubelet_cpu_manager_pinning_requests_total",

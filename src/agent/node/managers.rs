@@ -1,4 +1,4 @@
-//! Connects the resource managers ([`crate::core::node::managers`]) to the machine: reads its topology and the
+//! Connects the resource managers ([`holdfast_core::node::managers`]) to the machine: reads its topology and the
 //! checkpoints at startup, and binds containers to their CPUs and NUMA nodes.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,16 +9,16 @@ use anyhow::Context as _;
 use holdfast_proto::cri as pb;
 use tokio::sync::watch;
 
-use crate::agent::Context;
-use crate::agent::pod::dispatch::Roster;
-use crate::config::Config;
-use crate::core::cpuset::format_list;
-use crate::core::node::cpus::checkpoint as cpus;
-use crate::core::node::managers::{Checkpoints, Machine, Managers};
-use crate::core::node::memory::{checkpoint as memory, set_aside};
-use crate::core::pod::pinning::Pinning;
-use crate::cri::RunningContainer;
-use crate::sys::{file, machine, topology};
+use crate::Context;
+use crate::pod::roster::Roster;
+use holdfast_config::Config;
+use holdfast_core::cpuset::format_list;
+use holdfast_core::node::cpus::checkpoint as cpus;
+use holdfast_core::node::managers::{Checkpoints, Machine, Managers};
+use holdfast_core::node::memory::{checkpoint as memory, set_aside};
+use holdfast_core::pod::pinning::Pinning;
+use holdfast_cri::RunningContainer;
+use holdfast_sys::{file, machine, topology};
 
 /// Size limit of a checkpoint, in bytes.
 const MAX_CHECKPOINT_SIZE: u64 = 16 << 20;

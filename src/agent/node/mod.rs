@@ -58,12 +58,12 @@ pub use devices::DeviceManager;
 pub use own::{AdmissionNode, OwnNode, REGISTER_AGAIN_AFTER, store_node};
 
 use super::Context;
-use super::pod::dispatch::Roster;
-use crate::config::Config;
-use crate::core::node::capacity::{self, Limits, MachineSize};
-use crate::core::pod::resources::Amounts;
-use crate::core::pod::worker::Network;
-use crate::sys::machine::Machine;
+use super::pod::roster::Roster;
+use holdfast_config::Config;
+use holdfast_core::node::capacity::{self, Limits, MachineSize};
+use holdfast_core::pod::resources::Amounts;
+use holdfast_core::pod::worker::Network;
+use holdfast_sys::machine::Machine;
 use runtime::RuntimeView;
 
 fn size(machine: &Machine) -> MachineSize {
@@ -121,4 +121,11 @@ pub async fn run(
         own_cgroups::run(&context),
         leases::run(&context),
     );
+}
+
+/// Handles a reply whose receiver was dropped.
+fn log_dropped_reply<T>(result: Result<(), T>) {
+    if result.is_err() {
+        tracing::debug!("the requesting worker no longer waits for the answer");
+    }
 }

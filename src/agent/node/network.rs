@@ -5,13 +5,13 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::agent::Context;
-use crate::config::Config;
-use crate::core::node::addresses::{Origin, has_changed, origin};
-use crate::core::pod::dns::{Resolver, check_host};
-use crate::host::{HostError, blocking};
-use crate::sys::failure::doing;
-use crate::sys::{addresses, file};
+use crate::Context;
+use holdfast_config::Config;
+use holdfast_core::node::addresses::{Origin, has_changed, origin};
+use holdfast_core::pod::dns::{Resolver, check_host};
+use holdfast_host::{HostError, blocking};
+use holdfast_sys::failure::doing;
+use holdfast_sys::{addresses, file};
 
 /// Size limit of the resolver configuration, in bytes.
 const MAX_FILE_SIZE: u64 = 64 << 10;
@@ -160,7 +160,7 @@ pub async fn run(context: Arc<Context>) {
                     let reason = "CheckLimitsForResolvConf";
                     context
                         .events
-                        .node(name, crate::agent::Kind::Warning, reason, warning);
+                        .node(name, crate::Kind::Warning, reason, warning);
                 }
                 context.resolver.send_replace(Arc::new(found));
                 tracing::info!(
@@ -179,7 +179,7 @@ pub async fn run(context: Arc<Context>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Overrides, load};
+    use holdfast_config::{Overrides, load};
 
     #[test]
     fn a_missing_resolver_configuration_is_an_error_and_not_empty() {

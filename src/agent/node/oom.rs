@@ -4,9 +4,9 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::agent::{Context, Kind};
-use crate::core::node::oom::Reader;
-use crate::sys::kmsg::KernelLog;
+use crate::{Context, Kind};
+use holdfast_core::node::oom::Reader;
+use holdfast_sys::kmsg::KernelLog;
 
 /// The event's reason.
 const REASON: &str = "SystemOOM";

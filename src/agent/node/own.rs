@@ -10,12 +10,12 @@ use tokio::sync::watch;
 
 use super::api::{NodeApi, NodeChange, within};
 use super::registration;
-use crate::agent::{Context, Kind};
-use crate::config::Config;
-use crate::core::backoff::Doubling;
-use crate::core::pod;
-use crate::kubeapi::cache::revision;
-use crate::sealed::Keeper;
+use crate::{Context, Kind};
+use holdfast_config::Config;
+use holdfast_core::backoff::Doubling;
+use holdfast_core::pod;
+use holdfast_kubeapi::cache::revision;
+use holdfast_sealed::Keeper;
 
 /// Timeout for reading the Node during a pod's admission.
 const REFRESH_TIMEOUT: Duration = Duration::from_secs(5);

@@ -3,10 +3,10 @@
 
 use std::time::Duration;
 
-use crate::agent::Context;
-use crate::config::OwnCgroups;
-use crate::host::blocking;
-use crate::sys::{cgroup, meter, process};
+use crate::Context;
+use holdfast_config::OwnCgroups;
+use holdfast_host::blocking;
+use holdfast_sys::{cgroup, meter, process};
 
 /// Interval between checks of the processes' cgroups, as in the kubelet.
 const PERIOD: Duration = Duration::from_secs(60);

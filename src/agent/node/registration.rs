@@ -10,12 +10,12 @@ use serde_json::{Map, Value, json};
 
 use super::api::{NodeApi, within};
 use super::deadline;
-use crate::agent::Context;
-use crate::config::Config;
-use crate::core::backoff::Doubling;
-use crate::core::node::addresses::PROVIDED;
-use crate::core::version::arch;
-use crate::kubeapi::pods::ApiFailure;
+use crate::Context;
+use holdfast_config::Config;
+use holdfast_core::backoff::Doubling;
+use holdfast_core::node::addresses::PROVIDED;
+use holdfast_core::version::arch;
+use holdfast_kubeapi::pods::ApiFailure;
 
 /// Back-off between attempts to register.
 const REGISTRATION_BACKOFF: Doubling =
@@ -204,7 +204,7 @@ pub(super) async fn register(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Overrides, load};
+    use holdfast_config::{Overrides, load};
 
     fn config(flags: Overrides) -> Config {
         load(None, &flags, "n").expect("a configuration")

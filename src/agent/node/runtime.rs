@@ -7,10 +7,10 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::Network;
-use crate::agent::Context;
-use crate::core::node::conditions::joined;
-use crate::core::node::runtime_health::{RuntimeConditions, RuntimeHealth};
-use crate::cri::{Features, Image, RuntimeErrorKind};
+use crate::Context;
+use holdfast_core::node::conditions::joined;
+use holdfast_core::node::runtime_health::{RuntimeConditions, RuntimeHealth};
+use holdfast_cri::{Features, Image, RuntimeErrorKind};
 
 /// Interval between status requests while the runtime is not ready, and while it is.
 const POLL_INTERVALS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));

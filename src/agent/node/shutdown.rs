@@ -1,6 +1,6 @@
 //! Graceful shutdown of the machine (KEP-2000, KEP-2712; `pkg/kubelet/nodeshutdown`). An inhibitor delays the shutdown.
 //! When it is announced, the node rejects further pods and reports itself not ready. Pods terminate phase by phase,
-//! lowest priority first, and their statuses are written before the machine continues. [`crate::core::node::shutdown`]
+//! lowest priority first, and their statuses are written before the machine continues. [`holdfast_core::node::shutdown`]
 //! decides when and how each pod terminates.
 //!
 //! After a cancelled shutdown the node works as before. Terminated pods stay terminated, except static pods.
@@ -16,13 +16,13 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::agent::pod::relist::Hint;
-use crate::agent::{Context, Kind, Known, KnownPods};
-use crate::core::backoff::Doubling;
-use crate::core::node::shutdown::{self, Phase, REJECTED, STATE_FILE, Times};
-use crate::core::pod;
-use crate::sys::file;
-use crate::sys::logind::{Announcements, Announcer, Inhibitor, LogindError};
+use crate::pod::relist::Hint;
+use crate::{Context, Kind, Known, KnownPods};
+use holdfast_core::backoff::Doubling;
+use holdfast_core::node::shutdown::{self, Phase, REJECTED, STATE_FILE, Times};
+use holdfast_core::pod;
+use holdfast_sys::file;
+use holdfast_sys::logind::{Announcements, Announcer, Inhibitor, LogindError};
 
 /// Back-off between attempts to connect to logind.
 const LISTEN_BACKOFF: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(30));

@@ -10,9 +10,9 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::api::within;
-use crate::agent::{Context, NodeApi};
-use crate::core::backoff::Doubling;
-use crate::kubeapi::pods::ApiFailure;
+use crate::{Context, NodeApi};
+use holdfast_core::backoff::Doubling;
+use holdfast_kubeapi::pods::ApiFailure;
 
 /// How long a driver may be unreachable, as in the kubelet: an upgrade of the driver may take as long.
 const GRACE: Duration = Duration::from_secs(30);

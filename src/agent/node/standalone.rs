@@ -10,10 +10,10 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::Value;
 
-use crate::core::volume::claims::Grown;
-use crate::core::volume::resize::Resize;
-use crate::kubeapi::objects::{Following, OnChange};
-use crate::kubeapi::pods::{
+use holdfast_core::volume::resize::Grown;
+use holdfast_core::volume::resize::Resize;
+use holdfast_kubeapi::objects::{Following, OnChange};
+use holdfast_kubeapi::pods::{
     ApiFailure, Attachment, Binding, CertificateFor, PodApi, Token, TokenFor,
 };
 

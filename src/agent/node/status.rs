@@ -15,19 +15,19 @@ use super::own::REGISTER_AGAIN_AFTER;
 use super::registration::{self, platform_patch};
 use super::runtime::RuntimeView;
 use super::{deadline, limits, size};
-use crate::agent::pod::dispatch::Roster;
-use crate::agent::{Context, Kind};
-use crate::core::backoff::Doubling;
-use crate::core::node::addresses::{self, addresses};
-use crate::core::node::capacity::{self, Extended};
-use crate::core::node::conditions::{
+use crate::pod::roster::Roster;
+use crate::{Context, Kind};
+use holdfast_core::backoff::Doubling;
+use holdfast_core::node::addresses::{self, addresses};
+use holdfast_core::node::capacity::{self, Extended};
+use holdfast_core::node::conditions::{
     conditions, is_ready, joined, patch, report_after, transitions,
 };
-use crate::core::node::shutdown;
-use crate::core::time::shown;
-use crate::core::version::{REPORTED, arch};
-use crate::cri::{Features, Handler};
-use crate::kubeapi::pods::ApiFailure;
+use holdfast_core::node::shutdown;
+use holdfast_core::time::shown;
+use holdfast_core::version::{REPORTED, arch};
+use holdfast_cri::{Features, Handler};
+use holdfast_kubeapi::pods::ApiFailure;
 
 /// The features that the agent declares to the scheduler and the API
 /// (KEP-5328). Only fully implemented features are listed.

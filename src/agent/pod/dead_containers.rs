@@ -8,11 +8,11 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
-use crate::agent::{Context, Kind};
-use crate::core::node::collection::{
+use crate::{Context, Kind};
+use holdfast_core::node::collection::{
     ContainerDecision, DeadContainer, Decision, Failures, PodState, decide_containers,
 };
-use crate::core::pod;
+use holdfast_core::pod;
 
 /// Interval between collections.
 const PERIOD: Duration = Duration::from_secs(60);

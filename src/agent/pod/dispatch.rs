@@ -14,18 +14,19 @@ use tracing::Instrument as _;
 
 use super::inbox::Inbox;
 use super::relist::{Hint, ObservedFingerprints};
+use super::roster::Roster;
 use super::sources::Statics;
 use super::worker;
-use crate::agent::{Context, Known};
-use crate::core::node::offline::{self, OfflineStart};
-use crate::core::pod;
-use crate::core::pod::desired::Desired;
-use crate::core::pod::lifecycle::State;
-use crate::core::pod::worker::{Input, Network, Update, Worker as Decider};
-use crate::cri::ListedPod;
-use crate::kubeapi::Cache;
-use crate::kubeapi::cache::Changes;
-use crate::sealed::Keeper;
+use crate::{Context, Known};
+use holdfast_core::node::offline::{self, OfflineStart};
+use holdfast_core::pod;
+use holdfast_core::pod::desired::Desired;
+use holdfast_core::pod::lifecycle::State;
+use holdfast_core::pod::worker::{Input, Network, Update, Worker as Decider};
+use holdfast_cri::ListedPod;
+use holdfast_kubeapi::Cache;
+use holdfast_kubeapi::cache::Changes;
+use holdfast_sealed::Keeper;
 
 /// Maximum time between heartbeats of an idle dispatcher.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(60);
@@ -37,79 +38,6 @@ struct Worker {
     /// Blocks static pods of the same name until this worker returns: the pod
     /// is static itself, or only the runtime knows it.
     blocks_name: bool,
-}
-
-/// The pods that the dispatcher knows, for tasks that clean up after pods; by full name.
-#[derive(Debug, Default)]
-pub struct Roster {
-    /// Whether all sources have been read at least once.
-    pub complete: bool,
-    /// Mirror pods whose static pod and its worker no longer exist.
-    pub orphaned_mirrors: BTreeMap<String, Arc<Pod>>,
-    uids: BTreeMap<String, BTreeSet<String>>,
-    /// How many names use a uid: several if manifests specify the same uid.
-    names: BTreeMap<String, usize>,
-    /// Pods that have a worker but are in no source any more.
-    leaving: BTreeMap<String, BTreeSet<String>>,
-}
-
-impl Roster {
-    /// Whether this node still has anything of pods that are in no source any more.
-    #[must_use]
-    pub fn has_leaving(&self) -> bool {
-        !self.leaving.is_empty()
-    }
-
-    /// Sets the leaving pods of a name. Returns whether they changed.
-    fn set_leaving(&mut self, name: &str, uids: BTreeSet<String>) -> bool {
-        let before = match uids.is_empty() {
-            true => self.leaving.remove(name),
-            false => self.leaving.insert(name.to_owned(), uids),
-        };
-        before.as_ref() != self.leaving.get(name)
-    }
-
-    /// Whether the pod has a worker or is in a source.
-    #[must_use]
-    pub fn has(&self, uid: &str) -> bool {
-        self.names.contains_key(uid)
-    }
-
-    /// Replaces the uids of a name.
-    fn set_uids(&mut self, name: &str, uids: BTreeSet<String>) {
-        for uid in &uids {
-            *self.names.entry(uid.clone()).or_default() += 1;
-        }
-        let before = match uids.is_empty() {
-            true => self.uids.remove(name),
-            false => self.uids.insert(name.to_owned(), uids),
-        };
-        for uid in before.into_iter().flatten() {
-            match self.names.get_mut(&uid) {
-                Some(names) if *names > 1 => *names -= 1,
-                _ => _ = self.names.remove(&uid),
-            }
-        }
-    }
-
-    /// Sets the uids and the orphaned mirror of a name. Returns whether they changed.
-    fn set(&mut self, name: &str, uids: BTreeSet<String>, orphan: Option<&Arc<Pod>>) -> bool {
-        let same = match self.uids.get(name) {
-            Some(known) => *known == uids,
-            None => uids.is_empty(),
-        };
-        if same && self.orphaned_mirrors.get(name) == orphan {
-            return false;
-        }
-        self.set_uids(name, uids);
-        match orphan {
-            Some(mirror) => self
-                .orphaned_mirrors
-                .insert(name.to_owned(), Arc::clone(mirror)),
-            None => self.orphaned_mirrors.remove(name),
-        };
-        true
-    }
 }
 
 /// The inputs of the dispatcher.
@@ -617,27 +545,5 @@ mod tests {
         let object = update("u", "i:1", Some("1"));
         assert!(differs(&object, &update("u", "i:1", Some("2"))));
         assert!(!differs(&object, &update("u", "i:1", Some("1"))));
-    }
-
-    #[test]
-    fn an_event_without_a_change_notifies_nothing() {
-        let mut roster = Roster::default();
-        let uids = |uid: &str| BTreeSet::from([uid.to_owned()]);
-        let (mirror, mut other) = (Arc::new(Pod::default()), Pod::default());
-        assert!(
-            !roster.set("p", BTreeSet::new(), None),
-            "still without a pod"
-        );
-        assert!(roster.set("p", uids("1"), Some(&mirror)));
-        assert!(!roster.set("p", uids("1"), Some(&Arc::new(Pod::default()))));
-        other.metadata.resource_version = Some("2".into());
-        assert!(roster.set("p", uids("1"), Some(&Arc::new(other))));
-        assert!(roster.set("p", uids("2"), None));
-        assert!(roster.has("2") && roster.orphaned_mirrors.is_empty());
-        assert!(roster.set("q", uids("2"), None));
-        assert!(roster.set("p", BTreeSet::new(), None));
-        assert!(roster.has("2"), "another name still has this uid");
-        assert!(roster.set("q", BTreeSet::new(), None));
-        assert!(!roster.has("2") && roster.names.is_empty());
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::core::lock::lock;
+use holdfast_core::lock::lock;
 
 /// The heartbeats of this agent.
 #[derive(Debug)]

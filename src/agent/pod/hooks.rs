@@ -7,10 +7,10 @@ use k8s_openapi::api::core::v1::{Container, LifecycleHandler, Pod};
 
 use tracing::Instrument as _;
 
-use crate::agent::{Context, Kind};
-use crate::core::pod::probe::{self, Hook, Http};
-use crate::cri::{Exec, RuntimeError, RuntimeErrorKind};
-use crate::probes::HttpError;
+use crate::{Context, Kind};
+use holdfast_core::pod::probe::{self, Hook, Http};
+use holdfast_cri::{Exec, RuntimeError, RuntimeErrorKind};
+use holdfast_probes::HttpError;
 
 /// Upper limit for a hook's HTTP request, so that no request leaks. The caller sets the actual deadline.
 const HTTP_LIMIT: Duration = Duration::from_secs(3600);

@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use super::sync::Asset;
-use crate::core::lock::lock;
-use crate::core::pod::worker::{Input, Key, Outcome};
+use super::asset::Asset;
+use holdfast_core::lock::lock;
+use holdfast_core::pod::worker::{Input, Key, Outcome};
 
 /// A message in the inbox.
 pub enum Message {
@@ -122,9 +122,9 @@ fn supersedes(new: &Input, old: &Input) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::pod::observed::{EventKind, RuntimeEvent};
-    use crate::core::pod::probe::Kind;
-    use crate::core::pod::worker::Network;
+    use holdfast_core::pod::observed::{EventKind, RuntimeEvent};
+    use holdfast_core::pod::probe::Kind;
+    use holdfast_core::pod::worker::Network;
 
     #[test]
     fn only_the_last_event_of_a_container_is_kept() {

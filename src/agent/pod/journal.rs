@@ -13,17 +13,17 @@ use k8s_openapi::api::core::v1::{Pod, PodStatus};
 use kube::ResourceExt as _;
 use tracing::Instrument as _;
 
-use crate::agent::Metrics;
-use crate::core::json;
-use crate::core::lock::lock;
-use crate::core::pod;
-use crate::core::pod::explain;
-use crate::core::pod::journal::{Journal, Progress, Step};
-use crate::core::pod::lifecycle::{Input, State};
-use crate::core::pod::record::Record;
-use crate::core::pod::worker::{self, Facts, Turn, Worker};
-use crate::core::repeated::RepeatedFailures;
-use crate::sys::clock::Clock;
+use crate::Metrics;
+use holdfast_core::json;
+use holdfast_core::lock::lock;
+use holdfast_core::pod;
+use holdfast_core::pod::explain;
+use holdfast_core::pod::journal::{Journal, Progress, Step};
+use holdfast_core::pod::lifecycle::{Input, State};
+use holdfast_core::pod::record::Record;
+use holdfast_core::pod::worker::{self, Facts, Turn, Worker};
+use holdfast_core::repeated::RepeatedFailures;
+use holdfast_sys::clock::Clock;
 
 /// Limit for journals of deleted pods.
 const MAX_DELETED: usize = 64;
@@ -394,7 +394,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::core::pod::worker::{Network, Rules, Update};
+    use holdfast_core::pod::worker::{Network, Rules, Update};
 
     #[test]
     fn the_record_of_a_deleted_pod_is_compressed_and_reads_as_before() {

@@ -6,12 +6,12 @@ use k8s_openapi::api::core::v1::{Node, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::ResourceExt as _;
 
-use crate::agent::Context;
-use crate::core::backoff::Doubling;
-use crate::core::fault::Fault;
-use crate::core::pod;
-use crate::core::pod::worker::Update;
-use crate::kubeapi::pods::ApiFailure;
+use crate::Context;
+use holdfast_core::backoff::Doubling;
+use holdfast_core::fault::Fault;
+use holdfast_core::pod;
+use holdfast_core::pod::worker::Update;
+use holdfast_kubeapi::pods::ApiFailure;
 
 /// Back-off while the apiserver does not answer.
 const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(10));

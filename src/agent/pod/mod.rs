@@ -1,5 +1,6 @@
 //! Pods: their sources, their workers, the operations of workers, and the published status.
 
+pub mod asset;
 pub mod dead_containers;
 pub mod dispatch;
 pub mod heartbeats;
@@ -10,6 +11,7 @@ pub mod mirror;
 pub mod orphans;
 pub mod probing;
 pub mod relist;
+pub mod roster;
 pub mod sources;
 pub mod starts;
 pub mod static_uids;

@@ -11,16 +11,16 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use super::dispatch::Roster;
 use super::mirror;
-use crate::agent::volume::csi::VolumeError;
-use crate::agent::{Context, volume};
-use crate::core::backoff::Doubling;
-use crate::core::fault::Fault;
-use crate::core::lock::lock;
-use crate::core::pod;
-use crate::core::repeated::RepeatedFailures;
-use crate::cri::RuntimeError;
+use super::roster::Roster;
+use crate::volume::csi::VolumeError;
+use crate::{Context, volume};
+use holdfast_core::backoff::Doubling;
+use holdfast_core::fault::Fault;
+use holdfast_core::lock::lock;
+use holdfast_core::pod;
+use holdfast_core::repeated::RepeatedFailures;
+use holdfast_cri::RuntimeError;
 
 /// Interval between searches for directories and cgroups without a pod.
 const ORPHAN_SWEEP_INTERVAL: Duration = Duration::from_secs(60);

@@ -15,14 +15,14 @@ use kube::ResourceExt as _;
 
 use super::inbox::Inbox;
 use super::journal::Log;
-use crate::agent::metrics::Probe;
-use crate::agent::{Context, Kind as Severity};
-use crate::core::pod::journal::{Progress, Step};
-use crate::core::pod::observed::{ContainerState, ObservedPod};
-use crate::core::pod::probe::{self, Answer, Check, Counter, Health, Kind, Timing};
-use crate::core::pod::worker::{Input, Worker};
-use crate::core::pod::{self, Role};
-use crate::cri::RuntimeErrorKind;
+use crate::metrics::Probe;
+use crate::{Context, Kind as Severity};
+use holdfast_core::pod::journal::{Progress, Step};
+use holdfast_core::pod::observed::{ContainerState, ObservedPod};
+use holdfast_core::pod::probe::{self, Answer, Check, Counter, Health, Kind, Timing};
+use holdfast_core::pod::worker::{Input, Worker};
+use holdfast_core::pod::{self, Role};
+use holdfast_cri::RuntimeErrorKind;
 
 /// How often a probe is attempted before its result is unknown.
 const MAX_ATTEMPTS: usize = 3;
@@ -426,7 +426,7 @@ impl Prober {
                 Err(error) if error.kind == RuntimeErrorKind::Timeout => Answer::Failure(format!(
                     "command timed out: {:?} timed out after {}",
                     command.join(" "),
-                    crate::core::time::shown(timeout)
+                    holdfast_core::time::shown(timeout)
                 )),
                 Err(error) => Answer::Unknown(error.to_string()),
             },

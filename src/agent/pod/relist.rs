@@ -11,19 +11,16 @@ use futures::future::{BoxFuture, OptionFuture};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::agent::Context;
-use crate::core::lock::lock;
-use crate::core::pod::observed::RuntimeEvent;
-use crate::cri::{ListedPod, RuntimeError, RuntimeErrorKind};
+use crate::Context;
+use holdfast_core::lock::lock;
+use holdfast_core::pod::observed::RuntimeEvent;
+use holdfast_cri::{ListedPod, RuntimeError, RuntimeErrorKind};
 
 /// Interval between listings without and with runtime events.
 const LIST_INTERVALS: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
 /// Pause after a failed subscription to runtime events.
 const RESUBSCRIBE: Duration = Duration::from_secs(5);
-
-/// Idle time after which the allocator returns memory.
-const IDLE_TRIM_AFTER: Duration = Duration::from_secs(2);
 
 /// The state that each worker last observed, as a fingerprint by pod uid. A
 /// listing with the same fingerprint is no change.
@@ -81,14 +78,6 @@ pub enum Hint {
     Listed(Vec<ListedPod>),
 }
 
-/// Waits for [`IDLE_TRIM_AFTER`] after the last activity; never returns without activity.
-async fn wait_until_idle(quiet_since: Option<Instant>) {
-    match quiet_since {
-        Some(since) => tokio::time::sleep_until(since + IDLE_TRIM_AFTER).await,
-        None => std::future::pending().await,
-    }
-}
-
 /// The runtime's event stream.
 type Stream = mpsc::Receiver<RuntimeEvent>;
 
@@ -135,9 +124,6 @@ struct Relist {
     failing: bool,
     was_unavailable: bool,
     last: Option<Instant>,
-    /// The time of the last activity. After an idle period the allocator returns memory. Most memory is freed late, by
-    /// workers that return some time after their containers exited.
-    quiet_since: Option<Instant>,
 }
 
 impl Relist {
@@ -152,7 +138,6 @@ impl Relist {
             failing: false,
             was_unavailable: false,
             last: None,
-            quiet_since: None,
         }
     }
 
@@ -205,7 +190,6 @@ impl Relist {
         }
         let changed = self.seen.differing(&listed);
         for uid in changed.into_iter().chain(self.seen.unwatched(&listed)) {
-            self.quiet_since = Some(Instant::now());
             self.send(Hint::Pod(uid)).await?;
         }
         self.send(Hint::Listed(listed)).await
@@ -218,14 +202,12 @@ impl Relist {
             self.next_try = self.next_try.max(Instant::now() + LIST_INTERVALS.0);
             return Ok(());
         };
-        self.quiet_since = Some(Instant::now());
         self.send(Hint::Event(event)).await
     }
 }
 
 /// Runs until the receiver is dropped.
 pub async fn run(context: Arc<Context>, seen: ObservedFingerprints, hints: mpsc::Sender<Hint>) {
-    let mut roster = context.roster.subscribe();
     let mut relist = Relist::new(context, seen, hints);
     // Events are read during a listing: a runtime that does not answer the listing may still send events.
     let (mut under_way, mut next) = (OptionFuture::<BoxFuture<Round>>::default(), Instant::now());
@@ -253,15 +235,6 @@ pub async fn run(context: Arc<Context>, seen: ObservedFingerprints, hints: mpsc:
                 let period = if relist.stream.is_some() { LIST_INTERVALS.1 } else { LIST_INTERVALS.0 };
                 next = Instant::now() + period;
                 taken
-            }
-            Ok(()) = roster.changed() => {
-                relist.quiet_since = Some(Instant::now());
-                Ok(())
-            }
-            () = wait_until_idle(relist.quiet_since) => {
-                relist.quiet_since = None;
-                crate::sys::memory::trim();
-                Ok(())
             }
             () = tokio::time::sleep_until(next), if !is_listing => Ok(()),
         };

@@ -12,12 +12,12 @@ use k8s_openapi::api::core::v1::{Container, Pod, Toleration};
 use tokio::sync::watch;
 
 use super::static_uids::{self, KeptUids};
-use crate::agent::Context;
-use crate::core::backoff::Doubling;
-use crate::core::pod;
-use crate::core::pod::references;
-use crate::core::pod::static_uid::Started;
-use crate::sys;
+use crate::Context;
+use holdfast_core::backoff::Doubling;
+use holdfast_core::pod;
+use holdfast_core::pod::references;
+use holdfast_core::pod::static_uid::Started;
+use holdfast_sys as sys;
 
 /// Size limit of a manifest, in bytes.
 const FILE_LIMIT: u64 = 10 << 20;
@@ -223,9 +223,12 @@ async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
     };
     let mut reported = String::new();
     loop {
-        let fetched =
-            crate::kubeapi::client::fetch(&url, &context.config.static_pod_url_header, FILE_LIMIT)
-                .await;
+        let fetched = holdfast_kubeapi::client::fetch(
+            &url,
+            &context.config.static_pod_url_header,
+            FILE_LIMIT,
+        )
+        .await;
         match fetched.and_then(|text| parse_url(&text, &url, &context.config.node_name)) {
             Ok(pods) => {
                 reported.clear();
@@ -250,7 +253,7 @@ async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
 
 /// Reads the directory once, for the given pods of the runtime. A file that the agent would skip is an error.
 pub fn read_once(
-    config: &crate::config::Config,
+    config: &holdfast_config::Config,
     started: Vec<Started>,
 ) -> Result<Vec<Pod>, String> {
     let Some(dir) = &config.static_pod_path else {
@@ -431,7 +434,7 @@ fn complete_container(container: &mut Container, list: &str) -> Result<(), Strin
         let name = &container.name;
         return Err(format!("spec.{list}[{name}].image: Required value"));
     }
-    let policy = if crate::core::image::tag_is_latest(image) {
+    let policy = if holdfast_core::image::tag_is_latest(image) {
         "Always"
     } else {
         "IfNotPresent"
@@ -525,7 +528,7 @@ fn apply_defaults(
 
 /// 128-bit FNV-1a as 32 hexadecimal digits.
 fn digest(text: &str) -> String {
-    format!("{:032x}", crate::core::digest::fnv128(text.bytes()))
+    format!("{:032x}", holdfast_core::digest::fnv128(text.bytes()))
 }
 
 #[cfg(test)]
@@ -670,9 +673,9 @@ mod tests {
             ),
             (Some("Always"), Some("/dev/termination-log"), Some("File"))
         );
-        let requests = crate::core::pod::resources::of_container(
+        let requests = holdfast_core::pod::resources::of_container(
             &spec.containers[0],
-            crate::core::pod::resources::Side::Requests,
+            holdfast_core::pod::resources::Side::Requests,
         );
         let request = |name: &str| requests[name].milli();
         assert_eq!(

@@ -9,12 +9,12 @@ use std::sync::Mutex;
 
 use jiff::Timestamp;
 
-use crate::core::lock::lock;
-use crate::core::pod::full_name_of;
-use crate::core::pod::observed::ObservedPod;
-use crate::core::pod::static_uid::{Started, Uids, is_static};
-use crate::cri::{ListedPod, Runtime, RuntimeError};
-use crate::sys::file;
+use holdfast_core::lock::lock;
+use holdfast_core::pod::full_name_of;
+use holdfast_core::pod::observed::ObservedPod;
+use holdfast_core::pod::static_uid::{Started, Uids, is_static};
+use holdfast_cri::{ListedPod, Runtime, RuntimeError};
+use holdfast_sys::file;
 
 /// Size limit of the file, in bytes.
 const MAX_FILE_SIZE: u64 = 1 << 20;

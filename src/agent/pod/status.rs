@@ -11,13 +11,13 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::agent::Metrics;
-use crate::core::backoff::Doubling;
-use crate::core::pod::{self, status};
-use crate::core::repeated::RepeatedFailures;
-use crate::kubeapi::cache::revision;
-use crate::kubeapi::pods::{ApiFailure, PodApi};
-use crate::sys::clock::Clock;
+use crate::Metrics;
+use holdfast_core::backoff::Doubling;
+use holdfast_core::pod::{self, status};
+use holdfast_core::repeated::RepeatedFailures;
+use holdfast_kubeapi::cache::revision;
+use holdfast_kubeapi::pods::{ApiFailure, PodApi};
+use holdfast_sys::clock::Clock;
 
 const RETRY: Doubling = Doubling::new(Duration::from_millis(200), Duration::from_secs(10));
 /// Limit for immediate retries after conflicts, each with the latest

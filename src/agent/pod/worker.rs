@@ -14,26 +14,27 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::Instrument as _;
 
+use super::asset::Assets;
 use super::inbox::{Inbox, Message, Report};
 use super::journal::Log;
 use super::probing::Probing;
 use super::relist::ObservedFingerprints;
 use super::status::StatusWriter;
-use super::sync::{Assets, Job, Tools};
-use crate::agent::metrics::PodStart;
-use crate::agent::node::ledger::Admission;
-use crate::agent::volume::Volumes;
-use crate::agent::{Context, Kind};
-use crate::core::node::claims::has_claims;
-use crate::core::pod;
-use crate::core::pod::exits::Exits;
-use crate::core::pod::journal::Step;
-use crate::core::pod::lifecycle::{Cause, State};
-use crate::core::pod::record::Record;
-use crate::core::pod::resize;
-use crate::core::pod::status::devices::OfPod as DeviceHealth;
-use crate::core::pod::worker::{Facts, Input, Key, Op, Rules, Turn, Update, Worker};
-use crate::sys::clock::Watch;
+use super::sync::{Job, Tools};
+use crate::metrics::PodStart;
+use crate::node::ledger::Admission;
+use crate::volume::Volumes;
+use crate::{Context, Kind};
+use holdfast_core::node::claims::has_claims;
+use holdfast_core::pod;
+use holdfast_core::pod::exits::Exits;
+use holdfast_core::pod::journal::Step;
+use holdfast_core::pod::lifecycle::{Cause, State};
+use holdfast_core::pod::record::Record;
+use holdfast_core::pod::resize;
+use holdfast_core::pod::status::devices::OfPod as DeviceHealth;
+use holdfast_core::pod::worker::{Facts, Input, Key, Op, Rules, Turn, Update, Worker};
+use holdfast_sys::clock::Watch;
 
 /// An operation in progress. Dropping it cancels the operation.
 struct Running {

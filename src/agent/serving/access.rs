@@ -11,13 +11,13 @@ use hyper::{HeaderMap, Response, StatusCode};
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
-use crate::config::Serving;
-use crate::core::digest;
-use crate::core::lock::lock;
-use crate::core::node::signing::subject;
-use crate::core::serving::RequiredPermission;
-use crate::https::{Body, Peer, text};
-use crate::kubeapi::reviews::{Identity, NodeAccess, Reviews};
+use holdfast_config::Serving;
+use holdfast_core::digest;
+use holdfast_core::lock::lock;
+use holdfast_core::node::signing::subject;
+use holdfast_core::serving::RequiredPermission;
+use holdfast_https::{Body, Peer, text};
+use holdfast_kubeapi::reviews::{Identity, NodeAccess, Reviews};
 
 /// Limit for entries of each cache.
 const MAX_CACHE_ENTRIES: usize = 1024;
@@ -288,9 +288,9 @@ impl Access {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::serving::required_permission;
-    use crate::https::Certificate;
-    use crate::kubeapi::pods::ApiFailure;
+    use holdfast_core::serving::required_permission;
+    use holdfast_https::Certificate;
+    use holdfast_kubeapi::pods::ApiFailure;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     /// Reviews that accept one token and let its owner read metrics.
@@ -331,9 +331,13 @@ mod tests {
             "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n{text}"
         );
         std::fs::write(path.path(), text).expect("written");
-        crate::config::load(Some(path.path()), &crate::config::Overrides::default(), "n")
-            .expect("a configuration")
-            .serving
+        holdfast_config::load(
+            Some(path.path()),
+            &holdfast_config::Overrides::default(),
+            "n",
+        )
+        .expect("a configuration")
+        .serving
     }
 
     fn peer(certificate: Option<(&str, &str)>) -> Peer {

@@ -16,17 +16,17 @@ use kube::ResourceExt as _;
 use families::{COSTS, CPU, DISK, MEMORY, MICRO, NANO, PROCESSES, REQUESTS, ROOM, SPEC, Shown};
 
 use super::figures::{self, Snapshot};
-use super::metrics::{broken, page};
 use super::{Refusal, Server};
-use crate::core::node::topology::{Level, Topology};
-use crate::core::serving::block_io::DiskCounters;
-use crate::core::serving::cgroup_stats::{Depth, Usage};
-use crate::core::serving::exposition::{Common, Labels, Page};
-use crate::host::blocking;
-use crate::https::Body;
-use crate::sys::machine::Machine;
-use crate::sys::meter::Processes;
-use crate::sys::topology;
+use super::{broken, page};
+use holdfast_core::node::topology::{Level, Topology};
+use holdfast_core::serving::block_io::DiskCounters;
+use holdfast_core::serving::cgroup_stats::{Depth, Usage};
+use holdfast_core::serving::exposition::{Common, Labels, Page};
+use holdfast_host::blocking;
+use holdfast_https::Body;
+use holdfast_sys::machine::Machine;
+use holdfast_sys::meter::Processes;
+use holdfast_sys::topology;
 
 /// Writes families: the header once, and only if there is a sample.
 struct Writer {

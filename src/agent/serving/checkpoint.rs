@@ -10,13 +10,13 @@ use serde_json::json;
 
 use super::Refusal;
 use super::Server;
-use super::streams;
-use crate::core::serving::PodTarget;
-use crate::core::serving::query;
-use crate::host::{HostError, blocking};
-use crate::https::{Body, text};
-use crate::sys::failure::doing;
-use crate::sys::machine::Room;
+use super::exec;
+use holdfast_core::serving::PodTarget;
+use holdfast_core::serving::query;
+use holdfast_host::{HostError, blocking};
+use holdfast_https::{Body, text};
+use holdfast_sys::failure::doing;
+use holdfast_sys::machine::Room;
 
 /// A checkpoint is as large as the container's memory, so it is created only while at
 /// least a tenth of the disk is free (CVE-2025-0426).
@@ -39,7 +39,7 @@ pub async fn make(
             "cannot parse value of timeout parameter".into(),
         )
     })?;
-    let id = streams::running(server, place).await?;
+    let id = exec::running(server, place).await?;
     let dir = server.context.config.root_dir.join("checkpoints");
     let (own, made) = (dir.clone(), dir.clone());
     let failed = |why: &dyn std::fmt::Display| {

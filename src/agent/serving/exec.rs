@@ -9,24 +9,25 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::FutureExt as _;
-use hyper::Request;
 use hyper::body::Incoming;
 use hyper::header::{HeaderMap, UPGRADE};
+use hyper::{Request, StatusCode};
 use serde::Deserialize;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream};
 use tokio::net::unix::pipe::Receiver as PipeReader;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::streams::{channels_of, running};
 use super::{Context, Refusal, Server};
-use crate::core::backoff::Doubling;
-use crate::core::serving::{PodTarget, Streams, command_status, query};
-use crate::cri::{ExecProcess, PreparedExec, Stdio};
-use crate::https::{
-    CommandStreams, Output, OutputKind, SocketContent, serve_command, socket_content,
+use holdfast_core::backoff::Doubling;
+use holdfast_core::pod;
+use holdfast_core::pod::observed::ContainerState;
+use holdfast_core::serving::{PodTarget, Streams, command_status, query};
+use holdfast_cri::{ExecProcess, PreparedExec, RuntimeError, RuntimeErrorKind, Stdio};
+use holdfast_https::{
+    Channels, CommandStreams, Output, OutputKind, SocketContent, serve_command, socket_content,
 };
-use crate::sys::fifo::{self, Fifos};
+use holdfast_sys::fifo::{self, Fifos};
 
 /// The directory of FIFOs, below the root directory.
 const DIRECTORY: &str = "exec";
@@ -362,6 +363,48 @@ pub(super) fn adopt_leftovers(context: &Arc<Context>) {
             tokio::spawn(delete_when_exited(tasks.find(container, id), fifos));
         }
     }
+}
+
+/// The runtime's id of a running container.
+pub(super) async fn running(server: &Server, place: &PodTarget) -> Result<String, Refusal> {
+    let known = server
+        .find(place)
+        .ok_or_else(|| Refusal(StatusCode::NOT_FOUND, "pod does not exist".into()))?;
+    let observed = server
+        .context
+        .runtime
+        .observe(pod::uid(&known.pod))
+        .await
+        .map_err(broken)?;
+    let found = observed
+        .newest(&place.container)
+        .filter(|c| c.state == ContainerState::Running);
+    found.map(|c| c.id.clone()).ok_or_else(|| {
+        Refusal(
+            StatusCode::NOT_FOUND,
+            format!("container not found ({:?})", place.container),
+        )
+    })
+}
+
+/// Converts the streams to the type of the connection module.
+pub(super) fn channels_of(streams: Streams) -> Channels {
+    Channels {
+        stdin: streams.stdin,
+        stdout: streams.stdout,
+        stderr: streams.stderr,
+        tty: streams.tty,
+    }
+}
+
+/// The refusal of a request that the runtime did not carry out.
+pub(super) fn broken(error: RuntimeError) -> Refusal {
+    let code = match (error.kind, error.code) {
+        (RuntimeErrorKind::NotFound, _) => StatusCode::NOT_FOUND,
+        (_, Some("ResourceExhausted")) => StatusCode::TOO_MANY_REQUESTS,
+        _ => StatusCode::INTERNAL_SERVER_ERROR,
+    };
+    Refusal(code, error.message)
 }
 
 #[cfg(test)]

@@ -14,19 +14,19 @@ use tokio::time::Instant;
 use super::Known;
 use super::Server;
 use super::logs;
-use crate::agent::volume::csi;
-use crate::config::OwnCgroups;
-use crate::core::lock::lock;
-use crate::core::node::topology::Topology;
-use crate::core::serving::cgroup_stats::{self, Depth, Texts, Usage};
-use crate::core::{
+use crate::volume::csi;
+use holdfast_config::OwnCgroups;
+use holdfast_core::lock::lock;
+use holdfast_core::node::topology::Topology;
+use holdfast_core::serving::cgroup_stats::{self, Depth, Texts, Usage};
+use holdfast_core::{
     pod,
     volume::{claims, local_storage},
 };
-use crate::cri::{Layer, RunningContainer, RuntimeError, RuntimeErrorKind};
-use crate::host::blocking;
-use crate::sys::machine::Room;
-use crate::sys::meter::{self, Processes, Whole};
+use holdfast_cri::{Layer, RunningContainer, RuntimeError, RuntimeErrorKind};
+use holdfast_host::blocking;
+use holdfast_sys::machine::Room;
+use holdfast_sys::meter::{self, Processes, Whole};
 
 /// How long a measurement is reused.
 const SNAPSHOT_TTL: Duration = Duration::from_secs(1);

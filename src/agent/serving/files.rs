@@ -2,10 +2,10 @@
 
 use std::path::PathBuf;
 
-use crate::agent::Context;
-use crate::agent::node::credentials::Pair;
-use crate::config::Config;
-use crate::https::TlsFiles;
+use crate::Context;
+use crate::node::credentials::Pair;
+use holdfast_config::Config;
+use holdfast_https::TlsFiles;
 
 /// Whether the serving certificate is requested from the API and was not issued yet.
 pub(super) fn is_awaited(config: &Config) -> bool {
@@ -68,6 +68,6 @@ fn self_signed(
         .map_err(failed)?;
     std::io::Write::write_all(&mut file, made.signing_key.serialize_pem().as_bytes())
         .map_err(failed)?;
-    crate::sys::file::replace(&certificate, made.cert.pem().as_bytes()).map_err(failed)?;
+    holdfast_sys::file::replace(&certificate, made.cert.pem().as_bytes()).map_err(failed)?;
     Ok((certificate, key))
 }

@@ -8,8 +8,8 @@ use hyper::header::{ACCEPT_ENCODING, CONTENT_ENCODING, HeaderValue};
 use hyper::{HeaderMap, Response, StatusCode};
 
 use super::Refusal;
-use crate::host::blocking;
-use crate::https::{Body, full};
+use holdfast_host::blocking;
+use holdfast_https::{Body, full};
 
 /// Whether the client accepts gzip.
 fn is_taken(headers: &HeaderMap) -> bool {
@@ -52,7 +52,7 @@ pub(super) async fn compressed(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::https::text;
+    use holdfast_https::text;
 
     #[tokio::test]
     async fn an_answer_is_compressed_if_the_client_accepts_gzip() {

@@ -13,9 +13,9 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::files;
-use crate::agent::{Context, Kind};
-use crate::https::{Protocol, Tls};
-use crate::sys::ports;
+use crate::{Context, Kind};
+use holdfast_https::{Protocol, Tls};
+use holdfast_sys::ports;
 
 /// How long a failure to serve is ignored: another agent may be about to exit.
 const GRACE: Duration = Duration::from_secs(1);

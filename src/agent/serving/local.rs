@@ -11,12 +11,12 @@ use hyper::body::{Bytes, Incoming};
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 
-use crate::agent::Context;
-use crate::agent::doctor::hidden_namespaces;
-use crate::agent::image::collect;
-use crate::core::pod::explain::{self, Fetching};
-use crate::core::pod::record::Report;
-use crate::sys::link;
+use crate::Context;
+use crate::doctor::hidden_namespaces;
+use crate::image::collect;
+use holdfast_core::pod::explain::{self, Fetching};
+use holdfast_core::pod::record::{FORMAT, Report};
+use holdfast_sys::link;
 
 /// The socket's name, below the root directory.
 pub const SOCKET: &str = "holdfast.sock";
@@ -85,6 +85,7 @@ async fn explanation(context: &Context, namespace: &str, name: &str) -> Option<A
 /// The recorded turns of a pod's worker; `None` if the agent does not know a pod of this name.
 fn record(context: &Context, namespace: &str, name: &str) -> Option<Answer> {
     let report = Report {
+        format: FORMAT,
         version: env!("CARGO_PKG_VERSION").to_owned(),
         node: context.config.node_name.clone(),
         namespace: namespace.to_owned(),

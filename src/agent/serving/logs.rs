@@ -17,15 +17,15 @@ use tokio::time::Instant;
 use super::Known;
 use super::Refusal;
 use super::Server;
-use crate::agent::Context;
-use crate::core::pod;
-use crate::core::pod::observed::{Container, ContainerState, ObservedPod};
-use crate::core::serving::logs::Decoder;
-use crate::core::serving::{LogOptions, PodTarget};
-use crate::host::blocking;
-use crate::host::serving::logfile::{LogFile, Next};
-use crate::https::{Body, BoxError, text};
-use crate::sys::watch::Changes;
+use crate::Context;
+use holdfast_core::pod;
+use holdfast_core::pod::observed::{Container, ContainerState, ObservedPod};
+use holdfast_core::serving::logs::Decoder;
+use holdfast_core::serving::{LogOptions, PodTarget};
+use holdfast_host::blocking;
+use holdfast_host::serving::logfile::{LogFile, Next};
+use holdfast_https::{Body, BoxError, text};
+use holdfast_sys::watch::Changes;
 
 /// Limit for pieces that wait for a slow client.
 const MAX_QUEUED_PIECES: usize = 2;
@@ -386,7 +386,7 @@ async fn below(path: &str, lists: bool) -> Result<Response<Body>, Refusal> {
     let root = Path::new("/var/log");
     let path = PathBuf::from(if path.is_empty() { "." } else { path });
     let found = blocking(move || {
-        let dir = crate::sys::beneath::Dir::open(root)?;
+        let dir = holdfast_sys::beneath::Dir::open(root)?;
         Ok(match dir.list(&path) {
             Ok(names) => lists.then_some(Err(names)),
             // The links in `containers` are absolute.
@@ -446,25 +446,26 @@ mod tests {
 
     fn observed(states: &[(u32, ContainerState)]) -> ObservedPod {
         let at = jiff::Timestamp::UNIX_EPOCH;
-        let of = |(attempt, state): &(u32, ContainerState)| crate::core::pod::observed::Container {
-            id: format!("id{attempt}"),
-            name: "c".into(),
-            sandbox: String::new(),
-            attempt: *attempt,
-            state: *state,
-            created_at: at,
-            started_at: None,
-            finished_at: None,
-            exit_code: 0,
-            reason: String::new(),
-            message: String::new(),
-            image: String::new(),
-            image_ref: String::new(),
-            hash: None,
-            user: None,
-            stop_signal: None,
-            message_file: None,
-        };
+        let of =
+            |(attempt, state): &(u32, ContainerState)| holdfast_core::pod::observed::Container {
+                id: format!("id{attempt}"),
+                name: "c".into(),
+                sandbox: String::new(),
+                attempt: *attempt,
+                state: *state,
+                created_at: at,
+                started_at: None,
+                finished_at: None,
+                exit_code: 0,
+                reason: String::new(),
+                message: String::new(),
+                image: String::new(),
+                image_ref: String::new(),
+                hash: None,
+                user: None,
+                stop_signal: None,
+                message_file: None,
+            };
         ObservedPod {
             sandboxes: vec![],
             containers: states.iter().map(of).collect(),

@@ -3,38 +3,24 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use hyper::header::{CONTENT_TYPE, HeaderValue};
-use hyper::{Response, StatusCode};
+use hyper::Response;
 use kube::ResourceExt as _;
 
 use super::Refusal;
 use super::figures::{self, ContainerFigures, PodFigures, Snapshot};
-use super::{Known, KnownPods, Server};
-use crate::agent::Context;
-use crate::agent::node::credentials::Pair;
-use crate::agent::node::{claim_metrics, manager_metrics};
-use crate::core::node::features::FEATURES;
-use crate::core::pod;
-use crate::core::serving::cgroup_stats::{Depth, Usage};
-use crate::core::serving::exposition::Page;
-use crate::core::version;
-use crate::https::{Body, text};
-use crate::sys::meter;
+use super::{Known, KnownPods, Server, page};
+use crate::Context;
+use crate::node::credentials::Pair;
+use crate::node::{claim_metrics, manager_metrics};
+use holdfast_core::node::features::FEATURES;
+use holdfast_core::pod;
+use holdfast_core::serving::cgroup_stats::{Depth, Usage};
+use holdfast_core::serving::exposition::Page;
+use holdfast_core::version;
+use holdfast_https::Body;
+use holdfast_sys::meter;
 
 const NANO: f64 = 1e9;
-
-pub(super) fn page(page: Page) -> Response<Body> {
-    let mut response = text(StatusCode::OK, page.into_string());
-    response.headers_mut().insert(
-        CONTENT_TYPE,
-        HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"),
-    );
-    response
-}
-
-pub(super) fn broken(error: crate::cri::RuntimeError) -> Refusal {
-    Refusal(StatusCode::INTERNAL_SERVER_ERROR, error.message)
-}
 
 /// Returns a subpath of `/metrics` by its name.
 pub async fn part(server: &Arc<Server>, name: &str) -> Result<Response<Body>, Refusal> {

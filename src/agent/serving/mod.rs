@@ -26,6 +26,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hyper::body::Incoming;
+use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
@@ -34,13 +35,15 @@ use tracing::Instrument as _;
 
 use super::Context;
 use super::metrics::RequestInFlight;
-use crate::core::pod;
-use crate::core::serving::{self, Endpoint, PodTarget, Route};
-use crate::cri::{ImageFilesystem, RuntimeError};
-use crate::https::{self, Body, Limits, Peer, Protocol, text};
-use crate::kubeapi::reviews::Reviews;
-use crate::sys::service;
 use access::Access;
+use holdfast_core::pod;
+use holdfast_core::serving::exposition::Page;
+use holdfast_core::serving::{self, Endpoint, PodTarget, Route};
+use holdfast_cri::{ImageFilesystem, RuntimeError};
+use holdfast_https as https;
+use holdfast_https::{Body, Limits, Peer, Protocol, text};
+use holdfast_kubeapi::reviews::Reviews;
+use holdfast_sys::service;
 use listen::Part;
 
 pub use figures::VolumeFigures;
@@ -356,4 +359,19 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         .await;
     };
     tokio::join!(main, read_only, healthz);
+}
+
+/// A page of metrics.
+fn page(page: Page) -> Response<Body> {
+    let mut response = text(StatusCode::OK, page.into_string());
+    response.headers_mut().insert(
+        CONTENT_TYPE,
+        HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"),
+    );
+    response
+}
+
+/// The refusal of a request that the runtime did not carry out.
+fn broken(error: RuntimeError) -> Refusal {
+    Refusal(StatusCode::INTERNAL_SERVER_ERROR, error.message)
 }

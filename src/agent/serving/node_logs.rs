@@ -12,8 +12,8 @@ use tokio::task::JoinHandle;
 
 use super::Refusal;
 use super::logs;
-use crate::core::serving::log_query::{self, LogQuery, LogSource};
-use crate::https::Body;
+use holdfast_core::serving::log_query::{self, LogQuery, LogSource};
+use holdfast_https::Body;
 
 /// Timeout of a query.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(30);

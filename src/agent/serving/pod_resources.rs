@@ -11,18 +11,18 @@ use holdfast_proto::{podresources as pb, podresources_v1alpha1 as alpha};
 use k8s_openapi::api::core::v1::{Container, Pod};
 use tokio::net::UnixListener;
 
-use crate::agent::Context;
-use crate::core::bucket::Bucket;
-use crate::core::lock::lock;
-use crate::core::meta;
-use crate::core::node::claims::Claims;
-use crate::core::node::claims::checkpoint::Device;
-use crate::core::node::cpus::Cpus;
-use crate::core::node::devices::Devices;
-use crate::core::node::managers::Managers;
-use crate::core::node::memory::{Block, Memory};
-use crate::core::pod::{self, Role};
-use crate::devices::{PodResources, serve_pod_resources};
+use crate::Context;
+use holdfast_core::bucket::Bucket;
+use holdfast_core::lock::lock;
+use holdfast_core::meta;
+use holdfast_core::node::claims::Claims;
+use holdfast_core::node::claims::checkpoint::Device;
+use holdfast_core::node::cpus::Cpus;
+use holdfast_core::node::devices::Devices;
+use holdfast_core::node::managers::Managers;
+use holdfast_core::node::memory::{Block, Memory};
+use holdfast_core::pod::{self, Role};
+use holdfast_devices::{PodResources, serve_pod_resources};
 
 /// The directory of the socket, below the root directory.
 const DIRECTORY: &str = "pod-resources";
@@ -36,7 +36,7 @@ fn listen(dir: &Path) -> std::io::Result<UnixListener> {
         Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
-    crate::sys::link::listen(&dir.join(SOCKET))
+    holdfast_sys::link::listen(&dir.join(SOCKET))
 }
 
 /// Serves until the process exits. If the socket cannot be created, the agent runs without it.

@@ -13,15 +13,15 @@ use super::Refusal;
 use super::Server;
 use super::figures::{self, DiskFigures, PodFigures, VolumeFigures};
 use super::views;
-use crate::core::pod;
-use crate::core::serving::cgroup_stats::{Depth, Usage};
-use crate::core::serving::machine_stats::Interface;
-use crate::core::serving::pressure::{Pressure, StallTime};
-use crate::core::time::seconds;
-use crate::cri::{ImageFilesystem, Layer};
-use crate::host::blocking;
-use crate::https::Body;
-use crate::sys::machine::Room;
+use holdfast_core::pod;
+use holdfast_core::serving::cgroup_stats::{Depth, Usage};
+use holdfast_core::serving::machine_stats::Interface;
+use holdfast_core::serving::pressure::{Pressure, StallTime};
+use holdfast_core::time::seconds;
+use holdfast_cri::{ImageFilesystem, Layer};
+use holdfast_host::blocking;
+use holdfast_https::Body;
+use holdfast_sys::machine::Room;
 
 fn time(at: Timestamp) -> Value {
     serde_json::to_value(seconds(at)).unwrap_or_default()
@@ -213,10 +213,10 @@ fn of_pod(
 
 /// `GET /stats/summary`.
 pub async fn summary(server: &Arc<Server>, query: &str) -> Result<Response<Body>, Refusal> {
-    let whole = !crate::core::serving::query::pairs(query)
+    let whole = !holdfast_core::serving::query::pairs(query)
         .iter()
         .any(|(key, value)| {
-            key == "only_cpu_and_memory" && crate::core::serving::query::is_true(value)
+            key == "only_cpu_and_memory" && holdfast_core::serving::query::is_true(value)
         });
     let snapshot = figures::snapshot(server, Depth::Summary)
         .await

@@ -12,25 +12,14 @@ use tokio::net::TcpStream;
 
 use super::Refusal;
 use super::Server;
-use super::exec;
-use crate::agent::metrics::RequestInFlight;
-use crate::core::pod::observed::ContainerState;
-use crate::core::serving::{Endpoint, PodTarget, Streams};
-use crate::core::{pod, serving::query};
-use crate::cri::{Exec, RuntimeError, RuntimeErrorKind};
-use crate::https::{
-    Body, Channels, Outgoing, SocketContent, forward_request, is_upgrade, serve_socket,
-    socket_content, text,
+use super::exec::{self, broken, channels_of, running};
+use crate::metrics::RequestInFlight;
+use holdfast_core::serving::{Endpoint, PodTarget, Streams};
+use holdfast_core::{pod, serving::query};
+use holdfast_cri::Exec;
+use holdfast_https::{
+    Body, Outgoing, SocketContent, forward_request, is_upgrade, serve_socket, socket_content, text,
 };
-
-fn broken(error: RuntimeError) -> Refusal {
-    let code = match (error.kind, error.code) {
-        (RuntimeErrorKind::NotFound, _) => StatusCode::NOT_FOUND,
-        (_, Some("ResourceExhausted")) => StatusCode::TOO_MANY_REQUESTS,
-        _ => StatusCode::INTERNAL_SERVER_ERROR,
-    };
-    Refusal(code, error.message)
-}
 
 /// The requested streams. For attach, the container determines whether there is a terminal.
 fn streams(server: &Server, endpoint: &Endpoint, text: &str) -> Result<Streams, Refusal> {
@@ -47,28 +36,6 @@ fn streams(server: &Server, endpoint: &Endpoint, text: &str) -> Result<Streams, 
         None => Streams::parse(text),
     };
     streams.map_err(Refusal::of)
-}
-
-/// The runtime's id of a running container.
-pub(super) async fn running(server: &Server, place: &PodTarget) -> Result<String, Refusal> {
-    let known = server
-        .find(place)
-        .ok_or_else(|| Refusal(StatusCode::NOT_FOUND, "pod does not exist".into()))?;
-    let observed = server
-        .context
-        .runtime
-        .observe(pod::uid(&known.pod))
-        .await
-        .map_err(broken)?;
-    let found = observed
-        .newest(&place.container)
-        .filter(|c| c.state == ContainerState::Running);
-    found.map(|c| c.id.clone()).ok_or_else(|| {
-        Refusal(
-            StatusCode::NOT_FOUND,
-            format!("container not found ({:?})", place.container),
-        )
-    })
 }
 
 /// The URL of the runtime's stream for an endpoint.
@@ -234,16 +201,6 @@ async fn forward(
         .map_err(failed)
 }
 
-/// Converts the streams to the type of the connection module.
-pub(super) fn channels_of(streams: Streams) -> Channels {
-    Channels {
-        stdin: streams.stdin,
-        stdout: streams.stdout,
-        stderr: streams.stderr,
-        tty: streams.tty,
-    }
-}
-
 /// `POST /run/…?cmd=`: runs a command and returns its output.
 pub async fn run(
     server: &Arc<Server>,
@@ -279,6 +236,7 @@ fn output_of(command: &[String], done: Exec) -> Result<String, Refusal> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use holdfast_cri::{RuntimeError, RuntimeErrorKind};
 
     #[test]
     fn failed_commands_report_their_exit_code() {

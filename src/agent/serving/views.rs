@@ -13,11 +13,10 @@ use serde_json::{Value, json};
 use super::Known;
 use super::Refusal;
 use super::Server;
-use crate::agent::Context;
-use crate::core::pod;
-use crate::core::serving::health::Health;
-use crate::https::{Body, text};
-use crate::logging;
+use crate::Context;
+use holdfast_core::pod;
+use holdfast_core::serving::health::Health;
+use holdfast_https::{Body, text};
 
 pub(super) fn as_json(value: &impl serde::Serialize) -> Response<Body> {
     match serde_json::to_string(value) {
@@ -46,7 +45,7 @@ pub async fn verbosity(request: Request<Incoming>) -> Result<Response<Body>, Ref
             "failed set klog.logging.verbosity {text_of}: use a number from 0 to 255"
         ))
     })?;
-    logging::set_verbosity(verbosity)
+    holdfast_sys::verbosity::set(verbosity)
         .map_err(|why| Refusal(StatusCode::INTERNAL_SERVER_ERROR, why))?;
     tracing::info!(verbosity, "the log's verbosity was changed");
     Ok(text(
@@ -139,7 +138,7 @@ pub fn status(server: &Arc<Server>) -> Response<Body> {
         String::new(),
         format!("Started: {started}"),
         format!("Up: {} hr {:02} min {:02} sec", up / 3600, up / 60 % 60, up % 60),
-        format!("Binary version: {} (Holdfast {})", crate::core::version::REPORTED, env!("CARGO_PKG_VERSION")),
+        format!("Binary version: {} (Holdfast {})", holdfast_core::version::REPORTED, env!("CARGO_PKG_VERSION")),
         "Paths: /configz /healthz /metrics".to_owned(),
         String::new(),
     ];
@@ -156,7 +155,7 @@ pub fn flags() -> Response<Body> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::agent::serving::KnownPods;
+    use crate::serving::KnownPods;
 
     fn made(uid: &str, annotations: Value) -> Pod {
         let metadata =

@@ -17,14 +17,14 @@ use std::sync::Mutex;
 use k8s_openapi::api::core::v1::{Node, Pod};
 use tokio::time::Instant;
 
-use crate::agent::Context;
-use crate::agent::metrics::VolumeOperation;
-use crate::agent::volume::reported::{REPORT_TIMEOUT, Reported};
-use crate::core::lock::lock;
-use crate::core::pod;
-use crate::core::volume::disks;
-use crate::core::volume::resolved::{Problem, ResolvedVolume};
-use crate::host::volume::disks::all_places;
+use crate::Context;
+use crate::metrics::VolumeOperation;
+use crate::volume::reported::{REPORT_TIMEOUT, Reported};
+use holdfast_core::lock::lock;
+use holdfast_core::pod;
+use holdfast_core::volume::disks;
+use holdfast_core::volume::resolved::{Problem, ResolvedVolume};
+use holdfast_host::volume::disks::all_places;
 
 /// The disks that this node attaches without a driver.
 pub struct AttachedDisks {

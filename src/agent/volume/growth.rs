@@ -6,15 +6,15 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use tokio::time::Instant;
 
-use crate::agent::metrics::VolumeOperation;
-use crate::agent::{Context, Kind};
-use crate::core::lock::lock;
-use crate::core::volume::claims::Grown;
-use crate::core::volume::expansion::{AttemptOutcome, NextAttempt};
-use crate::core::volume::resize::Resize;
-use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
-use crate::csi::CsiError;
-use crate::host::HostError;
+use crate::metrics::VolumeOperation;
+use crate::{Context, Kind};
+use holdfast_core::lock::lock;
+use holdfast_core::volume::expansion::{AttemptOutcome, NextAttempt};
+use holdfast_core::volume::resize::Grown;
+use holdfast_core::volume::resize::Resize;
+use holdfast_core::volume::resolved::{Problem, ResolvedVolume, Source};
+use holdfast_csi::CsiError;
+use holdfast_host::HostError;
 
 /// Why a volume was not expanded.
 pub(super) struct ExpansionFailed {

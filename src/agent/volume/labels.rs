@@ -2,11 +2,11 @@
 
 use k8s_openapi::api::core::v1::{Pod, Volume};
 
-use crate::agent::Context;
-use crate::core::pod;
-use crate::core::volume::csi;
-use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
-use crate::core::volume::selinux::{self, Admission};
+use crate::Context;
+use holdfast_core::pod;
+use holdfast_core::volume::csi;
+use holdfast_core::volume::resolved::{Problem, ResolvedVolume, Source};
+use holdfast_core::volume::selinux::{self, Admission};
 
 /// Records the label of a pod's volume. Rejects conflicting labels of volumes that only one pod may use, as only these
 /// are mounted with a label. Does nothing without SELinux.

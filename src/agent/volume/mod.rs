@@ -31,20 +31,20 @@ use super::Context;
 use super::Kind;
 use super::metrics::{PodVolumes, VolumeOperation};
 use super::pod::journal::Log;
-use crate::core::fault::Fault;
-use crate::core::pod::env::FieldContext;
-use crate::core::pod::journal::Step;
-use crate::core::pod::references::{self, References};
-use crate::core::volume::attachment::{self, Unattached};
-use crate::core::volume::disks::{Chap, Disk, Iscsi};
-use crate::core::volume::resolved::{self, Problem, ResolvedVolume, Source};
-use crate::core::{
+use holdfast_core::fault::Fault;
+use holdfast_core::pod::env::FieldContext;
+use holdfast_core::pod::journal::Step;
+use holdfast_core::pod::references::{self, References};
+use holdfast_core::volume::attachment::{self, Unattached};
+use holdfast_core::volume::disks::{Chap, Disk, Iscsi};
+use holdfast_core::volume::resolved::{self, Problem, ResolvedVolume, Source};
+use holdfast_core::{
     pod,
     volume::{claims, payload},
 };
-use crate::host::VolumeRemoval;
-use crate::kubeapi::objects::{Following, OnChange};
-use crate::kubeapi::pods::ApiFailure;
+use holdfast_host::VolumeRemoval;
+use holdfast_kubeapi::objects::{Following, OnChange};
+use holdfast_kubeapi::pods::ApiFailure;
 
 /// The volumes of one pod.
 pub struct Volumes {

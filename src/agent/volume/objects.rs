@@ -6,10 +6,10 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret};
 use kube::ResourceExt as _;
 
-use crate::core::pod::env::Objects;
-use crate::core::pod::references;
-use crate::core::volume::resolved::ResolvedVolume;
-use crate::kubeapi::pods::{ApiFailure, PodApi};
+use holdfast_core::pod::env::Objects;
+use holdfast_core::pod::references;
+use holdfast_core::volume::resolved::ResolvedVolume;
+use holdfast_kubeapi::pods::{ApiFailure, PodApi};
 
 /// The objects that were found. A missing object is absent; its user decides whether this is an error.
 #[derive(Default)]

@@ -8,10 +8,10 @@ use k8s_openapi::api::core::v1::Pod;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::agent::events::{Events, Kind};
-use crate::core::lock::lock;
-use crate::core::volume::permissions::{self, OwnershipChange};
-use crate::sys::ownership;
+use crate::events::{Events, Kind};
+use holdfast_core::lock::lock;
+use holdfast_core::volume::permissions::{self, OwnershipChange};
+use holdfast_sys::ownership;
 
 /// The volumes of a pod with such events, by the directory whose files are being changed.
 #[derive(Default)]

@@ -10,12 +10,12 @@ use kube::ResourceExt as _;
 use rcgen::{CertificateParams, KeyPair, RsaKeySize};
 use tokio::sync::Mutex;
 
-use crate::agent::Context;
-use crate::core::volume::certificates::{self, CertificateSource, Outcome};
-use crate::core::volume::payload::{self, Credential, FetchedSources, TokenSource};
-use crate::core::volume::resolved::Problem;
-use crate::host::{HostError, blocking};
-use crate::kubeapi::pods::{ApiFailure, CertificateFor, Issued, TokenFor};
+use crate::Context;
+use holdfast_core::volume::certificates::{self, CertificateSource, Outcome};
+use holdfast_core::volume::payload::{self, Credential, FetchedSources, TokenSource};
+use holdfast_core::volume::resolved::Problem;
+use holdfast_host::{HostError, blocking};
+use holdfast_kubeapi::pods::{ApiFailure, CertificateFor, Issued, TokenFor};
 
 /// Pauses between reads of a pending certificate request, before the volume's next attempt reads it.
 const READ_PAUSES: [Duration; 4] = [

@@ -8,13 +8,13 @@ use k8s_openapi::api::core::v1::Pod;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::agent::Context;
-use crate::core::node::ledger::Eviction;
-use crate::core::volume::local_storage::{self, Limits, Usage};
-use crate::core::volume::usage_schedule::{PERIOD, UsageSchedule};
-use crate::core::{node::preempt, pod};
-use crate::cri::Layer;
-use crate::host::HostError;
+use crate::Context;
+use holdfast_core::node::ledger::Eviction;
+use holdfast_core::pod::{self, priority};
+use holdfast_core::volume::local_storage::{self, Limits, Usage};
+use holdfast_core::volume::usage_schedule::{PERIOD, UsageSchedule};
+use holdfast_cri::Layer;
+use holdfast_host::HostError;
 
 /// Writable layers, by pod and container.
 type Layers = BTreeMap<(String, String), Layer>;
@@ -56,7 +56,7 @@ pub async fn run(context: Arc<Context>) {
 /// The pods with limits, by uid. Critical pods are never evicted.
 async fn limited(context: &Context) -> BTreeMap<String, (Arc<Pod>, Limits)> {
     let pods = context.ledger.pods().await.into_iter();
-    let pods = pods.filter(|pod| !preempt::is_critical(pod));
+    let pods = pods.filter(|pod| !priority::is_critical(pod));
     pods.map(|pod| {
         let limits = local_storage::limits(&pod);
         (pod::uid(&pod).to_owned(), (pod, limits))

@@ -6,7 +6,7 @@ use super::classes;
 use super::error::ApiError;
 use super::object::{at, entry, list, text};
 use super::resources::Resource;
-use crate::control::store::Store;
+use crate::store::Store;
 
 /// Checks that objects can be created in a namespace. Returns the namespace's key and revision: the result is valid
 /// while the namespace has this revision.

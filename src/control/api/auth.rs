@@ -14,9 +14,9 @@ use super::error::ApiError;
 use super::object::{list, text};
 use super::resources::Resource;
 use super::token::{ISSUER, LEGACY_CLAIMS, Tokens};
-use crate::control::store::Store;
-use crate::core::node::signing::subject;
-use crate::https::Certificate;
+use crate::store::Store;
+use holdfast_core::node::signing::subject;
+use holdfast_https::Certificate;
 
 /// The authenticated user of a request.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -3,10 +3,9 @@
 
 use serde_json::{Value, json};
 
-use super::defaults;
-use super::defaults::default;
-use super::object::{at, entry, list, meta, text};
-use super::table;
+use super::columns;
+use super::defaults::pod::template;
+use super::object::{at, entry, list, meta, set_default, text};
 
 /// The API group.
 pub const GROUP: &str = "batch";
@@ -36,10 +35,10 @@ pub(super) fn defaults(kind: &str, object: &mut Value) {
 
 /// Defaults the fields of a CronJob. The job template's own defaults are applied when a job is created from it.
 fn cron_defaults(spec: &mut Value) {
-    default(spec, "concurrencyPolicy", json!("Allow"));
-    default(spec, "suspend", json!(false));
-    default(spec, "successfulJobsHistoryLimit", json!(3));
-    default(spec, "failedJobsHistoryLimit", json!(1));
+    set_default(spec, "concurrencyPolicy", json!("Allow"));
+    set_default(spec, "suspend", json!(false));
+    set_default(spec, "successfulJobsHistoryLimit", json!(3));
+    set_default(spec, "failedJobsHistoryLimit", json!(1));
     entry(spec, "jobTemplate");
     meta(&mut spec["jobTemplate"]);
     entry(&mut spec["jobTemplate"], "spec");
@@ -50,20 +49,20 @@ fn job_defaults(spec: &mut Value) {
     if at(spec, &["completions"]).is_none() && at(spec, &["parallelism"]).is_none() {
         spec["completions"] = json!(1);
     }
-    default(spec, "parallelism", json!(1));
+    set_default(spec, "parallelism", json!(1));
     let limit = match at(spec, &["backoffLimitPerIndex"]) {
         Some(_) => i32::MAX,
         None => 6,
     };
-    default(spec, "backoffLimit", json!(limit));
-    default(spec, "completionMode", json!("NonIndexed"));
-    default(spec, "suspend", json!(false));
+    set_default(spec, "backoffLimit", json!(limit));
+    set_default(spec, "completionMode", json!("NonIndexed"));
+    set_default(spec, "suspend", json!(false));
     let replace = match at(spec, &["podFailurePolicy"]) {
         Some(_) => "Failed",
         None => "TerminatingOrFailed",
     };
-    default(spec, "podReplacementPolicy", json!(replace));
-    default(spec, "manualSelector", json!(false));
+    set_default(spec, "podReplacementPolicy", json!(replace));
+    set_default(spec, "manualSelector", json!(false));
     template_defaults(spec);
 }
 
@@ -77,10 +76,10 @@ fn template_defaults(spec: &mut Value) {
             .get_mut("onPodConditions")
             .and_then(Value::as_array_mut);
         for condition in conditions.into_iter().flatten() {
-            default(condition, "status", json!("True"));
+            set_default(condition, "status", json!("True"));
         }
     }
-    defaults::template(spec);
+    template(spec);
 }
 
 /// Generates a new job's selector and the matching pod labels, unless `manualSelector` is set. Existing labels are
@@ -114,12 +113,12 @@ fn entry_value<'a>(object: &'a mut Value, key: &str) -> &'a mut Value {
 /// Warnings for the client that creates a job or a CronJob.
 pub(super) fn warnings(kind: &str, object: &Value) -> Vec<String> {
     let name = super::object::name(object);
-    if !matches!(kind, "Job" | "CronJob") || super::validate::is_label(name) {
+    if !matches!(kind, "Job" | "CronJob") || super::labels::is_label(name) {
         return vec![];
     }
     vec![format!(
         "metadata.name: this is used in Pod names and hostnames, which can result in surprising behavior; a DNS label is recommended: [{}]",
-        super::validate::LABEL
+        super::labels::LABEL
     )]
 }
 
@@ -132,26 +131,26 @@ pub fn has_condition(job: &Value, kind: &str) -> bool {
 }
 
 /// The columns of a kind's table.
-pub(super) fn columns(kind: &str) -> Option<&'static [table::Column]> {
+pub(super) fn columns(kind: &str) -> Option<&'static [columns::Column]> {
     Some(match kind {
         "Job" => &[
-            table::NAME,
+            columns::NAME,
             ("Status", "string", 0),
             ("Completions", "string", 0),
             ("Duration", "string", 0),
-            table::AGE,
+            columns::AGE,
             ("Containers", "string", 1),
             ("Images", "string", 1),
             ("Selector", "string", 1),
         ],
         "CronJob" => &[
-            table::NAME,
+            columns::NAME,
             ("Schedule", "string", 0),
             ("Timezone", "string", 0),
             ("Suspend", "boolean", 0),
             ("Active", "integer", 0),
             ("Last Schedule", "string", 0),
-            table::AGE,
+            columns::AGE,
             ("Containers", "string", 1),
             ("Images", "string", 1),
             ("Selector", "string", 1),
@@ -164,14 +163,14 @@ pub(super) fn columns(kind: &str) -> Option<&'static [table::Column]> {
 pub(super) fn cron_cells(object: &Value, age: &str, now: jiff::Timestamp) -> Vec<Value> {
     let spec = |key: &str| text(object, &["spec", key]).unwrap_or("<none>");
     let last = text(object, &["status", "lastScheduleTime"]);
-    let last = last.map_or_else(|| "<none>".into(), |t| table::age_of(Some(t), now));
+    let last = last.map_or_else(|| "<none>".into(), |t| columns::age_of(Some(t), now));
     let suspended = at(object, &["spec", "suspend"]).and_then(Value::as_bool);
     let suspended = match suspended {
         Some(true) => "True",
         Some(false) => "False",
         None => "<unset>",
     };
-    let (containers, images, selector) = table::workload(&object["spec"]["jobTemplate"]);
+    let (containers, images, selector) = columns::workload(&object["spec"]["jobTemplate"]);
     vec![
         super::object::name(object).into(),
         spec("schedule").into(),
@@ -189,7 +188,7 @@ pub(super) fn cron_cells(object: &Value, age: &str, now: jiff::Timestamp) -> Vec
 /// The cells of a job's row.
 pub(super) fn cells(object: &Value, age: &str, now: jiff::Timestamp) -> Vec<Value> {
     let name = super::object::name(object);
-    let (containers, images, selector) = table::workload(object);
+    let (containers, images, selector) = columns::workload(object);
     vec![
         name.into(),
         status(object).into(),
@@ -233,7 +232,7 @@ fn duration(job: &Value, now: jiff::Timestamp) -> String {
         None => String::new(),
         Some(start) => {
             let end = time("completionTime").unwrap_or(now);
-            table::duration(end.as_second() - start.as_second())
+            columns::duration(end.as_second() - start.as_second())
         }
     }
 }

@@ -9,7 +9,7 @@ use super::auth::User;
 use super::error::FieldError;
 use super::object::{at, entry, list, now, text};
 use super::resources::Sub;
-use crate::core::node::signing::request_der;
+use holdfast_core::node::signing::request_der;
 
 type Column = (&'static str, &'static str, u8);
 type Errors = Vec<FieldError>;
@@ -353,7 +353,7 @@ pub fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
         "CertificateSigningRequest" => {
             let issued = text(object, &["status", "certificate"]).is_some_and(|c| !c.is_empty());
             let seconds = at(object, &["spec", "expirationSeconds"]).and_then(Value::as_i64);
-            let lasts = seconds.map_or("<none>".to_owned(), super::table::duration);
+            let lasts = seconds.map_or("<none>".to_owned(), super::columns::duration);
             let state = if issued {
                 format!("{state},Issued")
             } else {

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::error::ApiError;
 use super::object::{at, entry, list, text};
 use super::resources::Resource;
-use crate::control::store::Store;
+use crate::store::Store;
 
 /// Built-in priority classes: name, value, description.
 pub const SYSTEM: [(&str, i64, &str); 2] = [

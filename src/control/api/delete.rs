@@ -13,8 +13,8 @@ use super::resources::Resource;
 use super::restriction;
 use super::route::Query;
 use super::schema;
-use super::write::{RETRIES, Written};
-use crate::control::store::{Bytes, Expect, Record, WriteError};
+use super::write::{RETRIES, Written, is_finished};
+use crate::store::{Bytes, Expect, Record, WriteError};
 
 /// Maximum grace period, in seconds. Some clients store the field as an int32.
 pub(super) const MAX_GRACE: i64 = i32::MAX as i64;
@@ -151,16 +151,6 @@ fn refuse_own_namespace(resource: &Resource, name: &str) -> Result<(), ApiError>
         ))),
         false => Ok(()),
     }
-}
-
-/// Whether an object that is being deleted can be removed: no finalizers, and no grace period.
-pub(super) fn is_finished(resource: &Resource, object: &Value) -> bool {
-    let held = !list(object, &["metadata", "finalizers"]).is_empty()
-        || !list(object, &["spec", "finalizers"]).is_empty() && resource.kind == "Namespace";
-    let graceful = object["metadata"]["deletionGracePeriodSeconds"]
-        .as_i64()
-        .is_some_and(|g| g > 0);
-    is_deleting(object) && !held && !graceful
 }
 
 struct DeleteOptions {

@@ -4,7 +4,7 @@
 use serde_json::{Value, json};
 
 use super::resources::{RESOURCES, REVIEWS, Resource, Sub};
-use crate::core::version;
+use holdfast_core::version;
 
 /// The content type of aggregated discovery.
 pub const AGGREGATED: &str = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList";

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::error::ApiError;
 use super::object::{at, name, text};
-use crate::core::quantity::Quantity;
+use holdfast_core::quantity::Quantity;
 
 fn size(claim: &Value) -> Quantity {
     text(claim, &["spec", "resources", "requests", "storage"])

@@ -9,9 +9,9 @@ use serde_json::Value;
 
 use super::auth::Attributes;
 use super::object::text;
-use crate::control::store::{Change, Event, Store};
-use crate::core::lock::lock;
-use crate::core::{
+use crate::store::{Change, Event, Store};
+use holdfast_core::lock::lock;
+use holdfast_core::{
     meta,
     node::claims as resource_claims,
     pod::{self, references},
@@ -300,7 +300,7 @@ mod tests {
     /// A bound pod grants its node access to all its references; the same pod as a mirror grants none.
     #[test]
     fn a_mirror_pod_grants_its_node_no_access() {
-        for (spec, kind) in references::tests::every_reference() {
+        for (spec, kind) in references::every::every_reference() {
             let mirror = edges_of(&spec, &json!({MIRROR: "h"}));
             let nothing = Edges {
                 node: "here".into(),
@@ -365,7 +365,7 @@ mod tests {
     /// The graph follows pods that are created, bound, changed and deleted without reading all pods again.
     #[tokio::test]
     async fn the_graph_is_updated_when_pods_change() {
-        use crate::control::store::{Bytes, Change, Expect, Write};
+        use crate::store::{Bytes, Change, Expect, Write};
         let (store, graph) = (Store::in_memory(), Graph::default());
         let attributes = |namespace, name| Attributes {
             verb: "get",

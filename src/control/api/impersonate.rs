@@ -7,7 +7,7 @@ use hyper::HeaderMap;
 
 use super::auth::{Attributes, User, forbidden_error};
 use super::error::ApiError;
-use crate::core::serving::query;
+use holdfast_core::serving::query;
 
 const USER: &str = "impersonate-user";
 const GROUP: &str = "impersonate-group";

@@ -11,6 +11,7 @@ pub mod batch;
 pub mod certificates;
 mod change;
 pub mod classes;
+mod columns;
 mod defaults;
 mod delete;
 mod discovery;
@@ -19,6 +20,7 @@ mod expansion;
 mod graph;
 mod health;
 mod impersonate;
+mod labels;
 mod list_options;
 pub mod nodes;
 pub mod object;
@@ -58,7 +60,7 @@ use route::Target;
 use write::{Options, Written};
 
 use super::store::{Bytes, Expect, Store, WriteError};
-use crate::core::lock::lock;
+use holdfast_core::lock::lock;
 
 /// The API; clones share all state.
 #[derive(Clone)]
@@ -206,7 +208,7 @@ impl Api {
     /// Authenticates credentials; returns the user.
     pub fn authenticate(
         &self,
-        certificate: Option<&crate::https::Certificate>,
+        certificate: Option<&holdfast_https::Certificate>,
         authorization: Option<&str>,
     ) -> Result<auth::User, ApiError> {
         auth::authenticate(certificate, authorization, &self.tokens, &self.store)

@@ -18,8 +18,8 @@ use super::Api;
 use super::error::ApiError;
 use super::object::{at, list, text};
 use super::resources::{Resource, Sub};
-use crate::core::serving::query;
-use crate::https::{Body, Outgoing, forward_request, is_upgrade};
+use holdfast_core::serving::query;
+use holdfast_https::{Body, Outgoing, forward_request, is_upgrade};
 
 /// Timeout for connecting to a node, including the TLS handshake.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -297,9 +297,9 @@ impl Nodes {
         key: &str,
         ca: &str,
         is_ours: impl Fn(SocketAddr) -> bool + Send + Sync + 'static,
-    ) -> Result<Nodes, crate::https::BoxError> {
+    ) -> Result<Nodes, holdfast_https::BoxError> {
         Ok(Nodes {
-            tls: Arc::new(crate::https::client(certificate, key, ca)?),
+            tls: Arc::new(holdfast_https::client(certificate, key, ca)?),
             is_ours: Arc::new(is_ours),
         })
     }
@@ -397,7 +397,7 @@ impl Api {
         let Some(node) = text(&pod, &["spec", "nodeName"]).filter(|n| !n.is_empty()) else {
             // A pod that is not bound yet has no logs.
             return if sub == Sub::Log {
-                Ok(crate::https::text(hyper::StatusCode::OK, ""))
+                Ok(holdfast_https::text(hyper::StatusCode::OK, ""))
             } else {
                 Err(ApiError::bad_request(format!(
                     "pod {name} does not have a host assigned"

@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
 use super::resources::Resource;
-use crate::control::store::Attrs;
+use crate::store::Attrs;
 
 /// Maximum nesting depth of an object, below serde_json's recursion limit of 128.
 pub const MAX_DEPTH: usize = 100;
@@ -244,5 +244,12 @@ pub fn index(key: &str, bytes: &[u8]) -> Attrs {
     match (resource, serde_json::from_slice(bytes)) {
         (Some(resource), Ok(object)) => attrs(resource, &object),
         _ => Attrs::default(),
+    }
+}
+
+/// Sets a field that is absent, null or empty.
+pub(super) fn set_default(object: &mut Value, key: &str, value: Value) {
+    if object.get(key).is_none_or(|v| v.is_null() || *v == "") {
+        object[key] = value;
     }
 }

@@ -12,8 +12,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::route::{self, Target};
 use super::{Answer, Api, ApiError, Request, rbac};
-use crate::core::lock::lock;
-use crate::https::guard;
+use holdfast_core::lock::lock;
+use holdfast_https::guard;
 
 /// Size in bytes above which a body, or the object that a request changes, is expensive.
 const EXPENSIVE_BYTES: usize = 32 << 10;

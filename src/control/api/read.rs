@@ -13,7 +13,7 @@ use super::resources::Resource;
 use super::route::Query;
 use super::selector::Selector;
 use super::table;
-use crate::control::store::{Bytes, Record};
+use crate::store::{Bytes, Record};
 
 /// The representation of objects in a response.
 #[derive(Debug, Clone, PartialEq, Eq)]

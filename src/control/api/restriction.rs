@@ -9,8 +9,8 @@ use super::certificates;
 use super::error::ApiError;
 use super::object::{at, list, name, text, uid};
 use super::resources::{Resource, Sub};
-use crate::core::node::signing;
-use crate::core::pod::{self as core_pod, references};
+use holdfast_core::node::signing;
+use holdfast_core::pod::{self as core_pod, references};
 
 /// Labels in `kubernetes.io` and `k8s.io` that a node may set on itself.
 const LABELS: [&str; 10] = [

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::error::ApiError;
 use super::resources::{REVIEWS, Resource, Sub};
-use crate::core::serving::query::{self, decode};
+use holdfast_core::serving::query::{self, decode};
 
 /// The query parameters, decoded; the last of repeated ones applies.
 #[derive(Debug, Default, Clone)]

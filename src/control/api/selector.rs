@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 use super::error::ApiError;
+use super::labels::is_label_value;
 use super::resources::Resource;
-use super::validate::is_label_value;
-use crate::control::store::Attrs;
-use crate::core::selector::Operator;
+use crate::store::Attrs;
+use holdfast_core::selector::Operator;
 
 /// Maximum number of terms of a selector: it is evaluated for every object of a list and every change.
 pub const MAX_TERMS: usize = 1000;

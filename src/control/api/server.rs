@@ -19,7 +19,7 @@ use super::nodes;
 use super::resources::{Resource, Sub};
 use super::route::{self, Target};
 use super::warnings;
-use crate::https::{
+use holdfast_https::{
     self, Body, BoxError, ConnectionSlot, Limits, Listeners, NotReceived, Peer, Tls, full, guard,
     paced, receive,
 };
@@ -40,7 +40,7 @@ const LIMITS: Limits = Limits {
 
 /// Serves until the process exits.
 pub async fn serve(api: Api, listeners: Listeners, tls: Tls) {
-    https::serve(
+    holdfast_https::serve(
         listeners,
         Some(Arc::new(tls)),
         LIMITS,
@@ -104,7 +104,7 @@ async fn stream(
         (Sub::Log, "GET") => Some("get"),
         (Sub::Exec | Sub::Attach | Sub::PortForward, "GET" | "POST") => Some("create"),
         (Sub::Proxy, method) => {
-            let upgrades = https::is_upgrade(request.headers());
+            let upgrades = holdfast_https::is_upgrade(request.headers());
             nodes::proxy_verb(method, request.uri().path(), upgrades)
         }
         _ => None,
@@ -125,7 +125,7 @@ async fn stream(
     let answer = api
         .forward_to_node(sub, namespace, name, &path, request)
         .await?;
-    Ok(https::keep_with_body(answer, held))
+    Ok(holdfast_https::keep_with_body(answer, held))
 }
 
 /// Builds the response to a user, subject to the user's limits of concurrent use.
@@ -138,7 +138,7 @@ fn within_share(
     match answer {
         Answer::Watch(_) => {
             let held = api.shares.reserve_stream(user)?;
-            Ok(https::keep_with_body(encode(answer, slot), held))
+            Ok(holdfast_https::keep_with_body(encode(answer, slot), held))
         }
         Answer::Body {
             code,

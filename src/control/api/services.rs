@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::error::{ApiError, FieldError};
 use super::object::{self, list, text};
-use crate::control::store::Store;
+use crate::store::Store;
 
 /// The node port range.
 const NODE_PORTS: RangeInclusive<i64> = 30_000..=32_767;

@@ -8,8 +8,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use super::error::ApiError;
-use crate::control::store::Bytes;
-use crate::core::lock::lock;
+use crate::store::Bytes;
+use holdfast_core::lock::lock;
 
 /// Maximum number of unread response bytes per user. A single response may exceed it.
 const MAX_BYTES: usize = 32 << 20;

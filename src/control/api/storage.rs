@@ -3,12 +3,11 @@
 
 use serde_json::{Value, json};
 
-use super::defaults::default;
 use super::error::FieldError;
-use super::object::{at, entry, list, text};
+use super::object::{at, entry, list, set_default, text};
 use super::resources::Resource;
-use crate::control::store::Store;
-use crate::core::quantity::Quantity;
+use crate::store::Store;
+use holdfast_core::quantity::Quantity;
 
 type Errors = Vec<FieldError>;
 
@@ -47,26 +46,26 @@ pub fn defaults(kind: &str, object: &mut Value) {
         "PersistentVolumeClaim" => {
             entry(object, "spec");
             entry(object, "status");
-            default(&mut object["spec"], "volumeMode", json!("Filesystem"));
-            default(&mut object["status"], "phase", json!("Pending"));
+            set_default(&mut object["spec"], "volumeMode", json!("Filesystem"));
+            set_default(&mut object["status"], "phase", json!("Pending"));
         }
         "PersistentVolume" => {
             entry(object, "spec");
             entry(object, "status");
             let spec = &mut object["spec"];
-            default(spec, "volumeMode", json!("Filesystem"));
-            default(spec, "persistentVolumeReclaimPolicy", json!("Retain"));
+            set_default(spec, "volumeMode", json!("Filesystem"));
+            set_default(spec, "persistentVolumeReclaimPolicy", json!("Retain"));
             if let Some(host) = spec
                 .get_mut("hostPath")
                 .filter(|h| h.is_object() && h.get("type").is_none())
             {
                 host["type"] = json!("");
             }
-            default(&mut object["status"], "phase", json!("Pending"));
+            set_default(&mut object["status"], "phase", json!("Pending"));
         }
         "StorageClass" => {
-            default(object, "reclaimPolicy", json!("Delete"));
-            default(object, "volumeBindingMode", json!("Immediate"));
+            set_default(object, "reclaimPolicy", json!("Delete"));
+            set_default(object, "volumeBindingMode", json!("Immediate"));
         }
         "CSIDriver" => {
             entry(object, "spec");
@@ -79,7 +78,7 @@ pub fn defaults(kind: &str, object: &mut Value) {
                 ("fsGroupPolicy", json!("ReadWriteOnceWithFSType")),
                 ("volumeLifecycleModes", json!(["Persistent"])),
             ] {
-                default(&mut object["spec"], key, value);
+                set_default(&mut object["spec"], key, value);
             }
         }
         _ => {}

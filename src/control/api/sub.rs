@@ -16,7 +16,7 @@ use super::route::Query;
 use super::table;
 use super::token::ISSUER;
 use super::write::{Options, Written};
-use crate::control::store::Bytes;
+use crate::store::Bytes;
 
 fn success(code: u16) -> Written {
     let body = render(

@@ -17,8 +17,8 @@ use super::resources::Resource;
 use super::route::Query;
 use super::selector::Selector;
 use super::table;
-use crate::control::store::{Bytes, Change, Compacted, Event, Record};
-use crate::https::guard;
+use crate::store::{Bytes, Change, Compacted, Event, Record};
+use holdfast_https::guard;
 
 /// Interval of bookmarks, if the client requests them.
 const BOOKMARK_INTERVAL: Duration = Duration::from_secs(60);

@@ -11,11 +11,10 @@ use super::batch;
 use super::certificates;
 use super::change;
 use super::defaults;
-use super::delete::is_finished;
 use super::error::{ApiError, FieldError};
 use super::expansion;
 use super::object;
-use super::object::{is_deleting, meta, now, text};
+use super::object::{is_deleting, list, meta, now, text};
 use super::patch;
 use super::resources::{Resource, Sub};
 use super::restriction;
@@ -25,8 +24,8 @@ use super::services;
 use super::storage;
 use super::unenforced;
 use super::validate;
-use crate::control::store::{Bytes, Change, Expect, Record, Write, WriteError};
-use crate::core::lock::lock;
+use crate::store::{Bytes, Change, Expect, Record, Write, WriteError};
+use holdfast_core::lock::lock;
 
 /// How often the server retries a write that conflicts and names no resource version.
 pub(super) const RETRIES: usize = 16;
@@ -669,4 +668,14 @@ fn write_of(
         render,
         attrs,
     }
+}
+
+/// Whether an object that is being deleted can be removed: no finalizers, and no grace period.
+pub(super) fn is_finished(resource: &Resource, object: &Value) -> bool {
+    let held = !list(object, &["metadata", "finalizers"]).is_empty()
+        || !list(object, &["spec", "finalizers"]).is_empty() && resource.kind == "Namespace";
+    let graceful = object["metadata"]["deletionGracePeriodSeconds"]
+        .as_i64()
+        .is_some_and(|g| g > 0);
+    is_deleting(object) && !held && !graceful
 }

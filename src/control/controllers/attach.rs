@@ -17,14 +17,14 @@ use serde_json::{Value, json};
 
 use super::Caches;
 use super::any_change;
-use crate::core::{
+use holdfast_core::{
     pod,
     volume::{claims, csi, migrated},
 };
-use crate::kubeapi::Api;
-use crate::kubeapi::Cache;
-use crate::kubeapi::cache::revision;
-use crate::kubeapi::client::code;
+use holdfast_kubeapi::Api;
+use holdfast_kubeapi::Cache;
+use holdfast_kubeapi::cache::revision;
+use holdfast_kubeapi::client::code;
 
 /// A VolumeAttachment that a pod needs.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -384,7 +384,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
                 if let Err(error) = execute(&client, &nodes, step).await {
                     unfinished = true;
                     if !matches!(code(&error), Some(404 | 409)) {
-                        tracing::warn!(error = %crate::kubeapi::client::chain(&error), "reconcile of a VolumeAttachment failed, retrying");
+                        tracing::warn!(error = %holdfast_kubeapi::failure::chain(&error), "reconcile of a VolumeAttachment failed, retrying");
                     }
                 }
             }

@@ -18,13 +18,13 @@ use serde_json::{Value, json};
 
 use super::Caches;
 use super::any_change;
-use crate::control::api::storage::{CLAIM_IN_USE, VOLUME_IN_USE};
-use crate::core::pod;
-use crate::core::volume::claims::{
+use crate::api::storage::{CLAIM_IN_USE, VOLUME_IN_USE};
+use holdfast_core::pod;
+use holdfast_core::volume::claims::{
     self, BIND_COMPLETED, BOUND_BY_CONTROLLER, PROVISIONED_BY, SELECTED_NODE,
 };
-use crate::kubeapi::Api;
-use crate::kubeapi::client::code;
+use holdfast_kubeapi::Api;
+use holdfast_kubeapi::client::code;
 
 /// The provisioner of directories on this machine.
 pub const DIRECTORY: &str = "holdfast.example/directory";
@@ -491,7 +491,7 @@ async fn execute(
                 return Ok(());
             };
             // Pods could write here and mount file systems; `remove_tree` leaves mounts in place.
-            let remove = move || crate::sys::removal::remove_tree(&path);
+            let remove = move || holdfast_sys::removal::remove_tree(&path);
             on_disk(move || remove().map_err(std::io::Error::other)).await?;
             volumes
                 .delete(&volume.name_any(), &DeleteParams::default())
@@ -568,7 +568,7 @@ pub(super) async fn run(client: Client, caches: Caches, directories: Option<(Pat
             match execute(&client, step.clone(), directories.as_ref()).await {
                 // 404 and 409: the step was based on stale state; the next reconciliation decides again.
                 Err(error) if !matches!(code(&error), Some(404 | 409)) => {
-                    tracing::warn!(error = %crate::kubeapi::client::chain(&error), ?step, "reconcile of a claim or volume failed, retrying");
+                    tracing::warn!(error = %holdfast_kubeapi::failure::chain(&error), ?step, "reconcile of a claim or volume failed, retrying");
                     unfinished = true;
                 }
                 Err(_) => unfinished = true,

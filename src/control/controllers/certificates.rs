@@ -11,10 +11,11 @@ use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 
 use super::any_change;
-use crate::core::node::signing::{self, CsrRequest, Requester, Verdict};
-use crate::kubeapi::Api;
-use crate::kubeapi::Cache;
-use crate::kubeapi::client::{chain, code};
+use holdfast_core::node::signing::{self, CsrRequest, Requester, Verdict};
+use holdfast_kubeapi::Api;
+use holdfast_kubeapi::Cache;
+use holdfast_kubeapi::client::code;
+use holdfast_kubeapi::failure::chain;
 
 /// Signs a validated request: whether it is for a client certificate, and the lifetime in seconds. The result is PEM.
 pub type Sign = Arc<dyn Fn(&CsrRequest, bool, i64) -> Result<String, String> + Send + Sync>;

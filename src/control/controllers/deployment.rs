@@ -19,11 +19,11 @@ use super::controller_of;
 use super::event;
 use super::owned::owner;
 use super::rollout::{self, HASH, REVISION};
-use crate::control::api::object;
-use crate::control::api::selector::Selector;
-use crate::core::lock::lock;
-use crate::kubeapi::Api;
-use crate::kubeapi::cache;
+use crate::api::object;
+use crate::api::selector::Selector;
+use holdfast_core::lock::lock;
+use holdfast_kubeapi::Api;
+use holdfast_kubeapi::cache;
 
 const COMPONENT: &str = "deployment-controller";
 
@@ -209,7 +209,7 @@ fn waits_for_pods(caches: &Caches, spec: &DeploymentSpec, old: &[Arc<ReplicaSet>
     }
     let old: HashSet<String> = old.iter().filter_map(|s| s.uid()).collect();
     caches.pods.list().iter().any(|p| {
-        controller_of(&**p).is_some_and(|o| old.contains(o)) && !crate::core::pod::is_terminal(p)
+        controller_of(&**p).is_some_and(|o| old.contains(o)) && !holdfast_core::pod::is_terminal(p)
     })
 }
 
@@ -344,7 +344,7 @@ async fn create(
     };
     match sets.create(&PostParams::default(), &set).await {
         Ok(set) => Ok(Some(set)),
-        Err(error) if crate::kubeapi::client::code(&error) == Some(409) => {
+        Err(error) if holdfast_kubeapi::client::code(&error) == Some(409) => {
             let taken = sets.get_opt(&set.name_any()).await?;
             if !collides(taken.as_ref(), &set) {
                 return Ok(None);

@@ -15,9 +15,9 @@ use serde_json::json;
 
 use super::Caches;
 use super::any_change;
-use crate::kubeapi::Api;
-use crate::kubeapi::cache::Cache;
-use crate::kubeapi::client::code;
+use holdfast_kubeapi::Api;
+use holdfast_kubeapi::cache::Cache;
+use holdfast_kubeapi::client::code;
 
 /// The decision for one object.
 #[derive(Debug, PartialEq, Eq)]

@@ -40,11 +40,11 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::core::digest::fnv64;
-use crate::core::lock::lock;
-use crate::kubeapi::Api;
-use crate::kubeapi::cache::{Cache, Key, key, revision};
-use crate::kubeapi::client::code;
+use holdfast_core::digest::fnv64;
+use holdfast_core::lock::lock;
+use holdfast_kubeapi::Api;
+use holdfast_kubeapi::cache::{Cache, Key, key, revision};
+use holdfast_kubeapi::client::code;
 
 /// How long a controller waits to see its own write in the cache.
 const ECHO_TIMEOUT: Duration = Duration::from_secs(5);

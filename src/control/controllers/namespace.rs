@@ -12,9 +12,9 @@ use serde_json::json;
 
 use super::Caches;
 use super::any_change;
-use crate::control::api::resources::RESOURCES;
-use crate::kubeapi::Api;
-use crate::kubeapi::client::code;
+use crate::api::resources::RESOURCES;
+use holdfast_kubeapi::Api;
+use holdfast_kubeapi::client::code;
 
 pub(super) async fn run(client: Client, caches: Caches, ca: String) {
     let mut changes = [

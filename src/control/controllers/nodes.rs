@@ -17,11 +17,11 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::{Caches, any_change};
-use crate::control::api::object::later;
-use crate::core::node::taints::tolerates;
-use crate::kubeapi::Api;
-use crate::kubeapi::Cache;
-use crate::kubeapi::client::code;
+use crate::api::object::later;
+use holdfast_core::node::taints::tolerates;
+use holdfast_kubeapi::Api;
+use holdfast_kubeapi::Cache;
+use holdfast_kubeapi::client::code;
 
 /// Maximum time without heartbeats (kube-controller-manager's `--node-monitor-grace-period`).
 const HEARTBEAT_GRACE: Duration = Duration::from_secs(50);

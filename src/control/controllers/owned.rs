@@ -12,9 +12,9 @@ use kube::{Client, Resource, ResourceExt as _};
 use tokio::time::Instant;
 
 use super::{Pending, controller_of, event};
-use crate::core::backoff::Doubling;
-use crate::core::lock::lock;
-use crate::kubeapi::Api;
+use holdfast_core::backoff::Doubling;
+use holdfast_core::lock::lock;
+use holdfast_kubeapi::Api;
 
 /// The controlling owner reference to an object.
 pub(super) fn owner<K: Resource<DynamicType = ()>>(object: &K) -> OwnerReference {

@@ -16,11 +16,11 @@ use super::any_change;
 use super::controller_of;
 use super::event;
 use super::owned::{ByOwner, Failures, create, owner};
-use crate::control::api::selector::Selector;
-use crate::core::backoff::Doubling;
-use crate::core::pod;
-use crate::kubeapi::Api;
-use crate::kubeapi::cache::{Key, key, revision};
+use crate::api::selector::Selector;
+use holdfast_core::backoff::Doubling;
+use holdfast_core::pod;
+use holdfast_kubeapi::Api;
+use holdfast_kubeapi::cache::{Key, key, revision};
 
 /// Maximum number of pods created or deleted in one reconciliation.
 const MAX_PODS_AT_ONCE: usize = 500;

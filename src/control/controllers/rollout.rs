@@ -96,7 +96,7 @@ pub fn bounds(deployment: &Deployment) -> (i32, i32) {
 #[must_use]
 pub fn template_hash(template: &Value, collisions: i32) -> String {
     let text = template.to_string();
-    let mut hash = crate::core::digest::fnv32(text.bytes().chain(collisions.to_be_bytes()));
+    let mut hash = holdfast_core::digest::fnv32(text.bytes().chain(collisions.to_be_bytes()));
     const LETTERS: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
     let mut text = String::new();
     while text.len() < 9 {
@@ -268,10 +268,7 @@ pub fn status(
     let condition = |kind: &str, value: &str, reason: &str, message: String, progressed: bool| {
         let before = old_conditions.iter().find(|c| c.type_ == kind);
         let time = |t: Option<&k8s_openapi::apimachinery::pkg::apis::meta::v1::Time>| {
-            t.map_or_else(
-                || now.to_owned(),
-                |t| crate::control::api::object::stamp(t.0),
-            )
+            t.map_or_else(|| now.to_owned(), |t| crate::api::object::stamp(t.0))
         };
         let transition = before
             .filter(|c| c.status == value)

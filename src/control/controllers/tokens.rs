@@ -13,10 +13,11 @@ use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 
 use super::{Caches, any_change};
-use crate::control::api::token::Subject;
-use crate::core::meta;
-use crate::kubeapi::client::{chain, code};
-use crate::kubeapi::{Api, Cache};
+use crate::api::token::Subject;
+use holdfast_core::meta;
+use holdfast_kubeapi::client::code;
+use holdfast_kubeapi::failure::chain;
+use holdfast_kubeapi::{Api, Cache};
 
 /// Signs the token of an account for the Secret of this name.
 pub type SignToken = Arc<dyn Fn(&Subject<'_>, &str) -> Result<String, String> + Send + Sync>;

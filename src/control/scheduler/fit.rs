@@ -8,9 +8,9 @@ use k8s_openapi::api::core::v1::{Node, Pod, Taint};
 use kube::ResourceExt as _;
 
 use super::storage::Storage;
-use crate::core::node::taints::tolerates;
-use crate::core::pod::resources::{Amounts, requests};
-use crate::core::quantity::Quantity;
+use holdfast_core::node::taints::tolerates;
+use holdfast_core::pod::resources::{Amounts, requests};
+use holdfast_core::quantity::Quantity;
 
 /// The pods of a node and their resource requests.
 #[derive(Debug, Default)]
@@ -171,10 +171,10 @@ fn fits(pod: &Pod, node: &Node, here: &Taken, storage: &Storage) -> Result<Score
     } else if !refused.is_empty() {
         why.push("node(s) had untolerated taint(s)".into());
     }
-    if !crate::core::node::node_affinity::pod_matches(pod, node) {
+    if !holdfast_core::node::node_affinity::pod_matches(pod, node) {
         why.push("node(s) didn't match Pod's node affinity/selector".into());
     }
-    if crate::core::pod::resources::ports_clash(pod, here.pods.iter().map(|p| &**p)) {
+    if holdfast_core::pod::resources::ports_clash(pod, here.pods.iter().map(|p| &**p)) {
         why.push("node(s) didn't have free ports for the requested pod ports".into());
     }
     why.extend(storage.check(pod, node));
@@ -182,7 +182,7 @@ fn fits(pod: &Pod, node: &Node, here: &Taken, storage: &Storage) -> Result<Score
         .status
         .as_ref()
         .and_then(|s| s.allocatable.as_ref())
-        .map(crate::core::pod::resources::amounts)
+        .map(holdfast_core::pod::resources::amounts)
         .unwrap_or_default();
     let capacity = |name: &str| allocatable.get(name).copied().unwrap_or(Quantity::ZERO);
     if i64::try_from(here.pods.len()).unwrap_or(i64::MAX) + 1 > capacity("pods").units() {

@@ -20,9 +20,9 @@ use serde_json::json;
 use tokio::time::Instant;
 
 use super::controllers::Caches;
-use crate::core::backoff::Doubling;
-use crate::kubeapi::Api;
 use fit::Cluster;
+use holdfast_core::backoff::Doubling;
+use holdfast_kubeapi::Api;
 use storage::{Storage, Wanted};
 
 /// Initial and maximum back-off before an unschedulable pod is evaluated again.
@@ -72,7 +72,7 @@ impl CapacityChanges {
     fn observe(&mut self, pods: &[Arc<Pod>], others: bool, now: Instant) {
         let takes = |pod: &&Arc<Pod>| {
             let node = pod.spec.as_ref().and_then(|s| s.node_name.as_deref());
-            node.is_some_and(|n| !n.is_empty()) && !crate::core::pod::is_terminal(pod)
+            node.is_some_and(|n| !n.is_empty()) && !holdfast_core::pod::is_terminal(pod)
         };
         let uids = pods.iter().filter(takes).filter_map(|pod| pod.uid());
         let taken: HashSet<String> = uids.collect();
@@ -272,7 +272,7 @@ fn needs_node(pod: &Pod) -> bool {
 }
 
 async fn bind(client: &Client, pod: &Pod, node: &str) -> bool {
-    let (namespace, name) = crate::kubeapi::cache::key(pod);
+    let (namespace, name) = holdfast_kubeapi::cache::key(pod);
     let binding = Binding {
         metadata: ObjectMeta {
             name: Some(name.clone()),
@@ -336,7 +336,7 @@ async fn refuse(
     if !reason_changed {
         return;
     }
-    let (namespace, name) = crate::kubeapi::cache::key(pod);
+    let (namespace, name) = holdfast_kubeapi::cache::key(pod);
     let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
     let patch = json!({"status": {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message,
         "lastTransitionTime": super::api::object::now(), "observedGeneration": pod.metadata.generation}]}});

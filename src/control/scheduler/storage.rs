@@ -8,7 +8,7 @@ use k8s_openapi::api::storage::v1::StorageClass;
 use kube::ResourceExt as _;
 use serde_json::{Value, json};
 
-use crate::core::volume::claims::{self, NO_PROVISIONER, SELECTED_NODE};
+use holdfast_core::volume::claims::{self, NO_PROVISIONER, SELECTED_NODE};
 
 /// Claims, volumes and classes, as observed.
 #[derive(Default)]

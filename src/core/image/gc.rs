@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use jiff::{SignedDuration, Timestamp};
 
-use crate::core::node::collection::{Decision, KeepReason, RemovalReason};
+use crate::node::collection::{Decision, KeepReason, RemovalReason};
 
 /// When images are removed.
 #[derive(Debug, Clone, PartialEq, Eq)]

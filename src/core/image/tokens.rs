@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::ServiceAccount;
 use serde::Deserialize;
 
 use super::pulled::ByAccount;
-use crate::core::{digest, meta};
+use crate::{digest, meta};
 
 /// `tokenAttributes` in the plugin configuration.
 #[derive(Debug, Clone, Default, Deserialize)]

@@ -4,18 +4,17 @@
 use k8s_openapi::api::core::v1::{Node, Pod};
 
 use super::capacity::is_extended;
-use super::devices::is_from_claim;
 use super::eviction::{self, Pressures};
 use super::node_affinity;
 use super::shutdown;
 use super::taints::tolerates;
-use super::used::Used;
-use crate::core::pod;
-use crate::core::pod::cri_config;
-use crate::core::pod::resize::{self, INFEASIBLE, Infeasible};
-use crate::core::pod::resources::{Amounts, requests};
-use crate::core::pod::sysctl;
-use crate::core::quantity::Quantity;
+use super::used::{Used, resources_of};
+use crate::pod;
+use crate::pod::cri_config;
+use crate::pod::resize::{self, INFEASIBLE, Infeasible};
+use crate::pod::resources::{Amounts, requests};
+use crate::pod::sysctl;
+use crate::quantity::Quantity;
 
 /// Why the node rejects a pod or a resize.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -177,37 +176,6 @@ pub fn admit(pod: &Pod, used: &Used, node_state: &NodeState<'_>) -> Result<(), R
     check_resources(pod, used, node_state.resources())?;
     check_placement(pod, used, node_state)?;
     check_apparmor(pod, node_state)
-}
-
-/// The resources that a pod takes from the node, including one of `pods`. Extended resources that a claim provides
-/// (KEP-5004) are excluded: no device plugin allocates them.
-pub(super) fn resources_of(pod: &Pod) -> Amounts {
-    let status = pod.status.as_ref();
-    let claim = status.and_then(|s| s.extended_resource_claim_status.as_ref());
-    let mut amounts = match claim {
-        None => requests(pod),
-        Some(_) => requests(&without_claimed(pod.clone())),
-    };
-    amounts.insert("pods".into(), Quantity::from_units(1));
-    amounts
-}
-
-fn without_claimed(mut pod: Pod) -> Pod {
-    let Some(mut spec) = pod.spec.take() else {
-        return pod;
-    };
-    let containers = spec.containers.iter_mut();
-    for container in containers.chain(spec.init_containers.iter_mut().flatten()) {
-        let Some(resources) = &mut container.resources else {
-            continue;
-        };
-        let lists = [&mut resources.requests, &mut resources.limits];
-        for list in lists.into_iter().flatten() {
-            list.retain(|resource, _| !is_from_claim(&pod, &container.name, resource));
-        }
-    }
-    pod.spec = Some(spec);
-    pod
 }
 
 /// An amount as in the messages of the kubelet: CPU in millicores, others in their unit.

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 
 use super::eviction::{Resource, Threshold, reserved_by_thresholds};
-use crate::core::pod::resources::Amounts;
-use crate::core::quantity::Quantity;
+use crate::pod::resources::Amounts;
+use crate::quantity::Quantity;
 
 /// The size of a machine.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -185,7 +185,7 @@ mod tests {
 
     #[test]
     fn hard_eviction_thresholds_are_subtracted_from_allocatable() {
-        use crate::core::node::eviction::{DEFAULT_HARD, ThresholdSettings, parse};
+        use crate::node::eviction::{DEFAULT_HARD, ThresholdSettings, parse};
         let machine = MachineSize {
             cpus: 4,
             memory: 8 << 30,

@@ -14,13 +14,13 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Pod;
 
-use crate::core::pod;
-use crate::core::pod::cgroup::{Driver, all_pods, shares, slice_of};
-use crate::core::pod::cgroup_values::{Bound, Values};
-use crate::core::pod::memory_qos::{self, MemoryQos, Protection};
-use crate::core::pod::qos::{self, QosClass};
-use crate::core::pod::resources::{Amounts, Side, huge_pages, of_pod};
-use crate::core::quantity::Quantity;
+use crate::pod;
+use crate::pod::cgroup::{Driver, all_pods, shares, slice_of};
+use crate::pod::cgroup_values::{Bound, Values};
+use crate::pod::memory_qos::{self, MemoryQos, Protection};
+use crate::pod::qos::{self, QosClass};
+use crate::pod::resources::{Amounts, Side, huge_pages, of_pod};
+use crate::quantity::Quantity;
 
 /// Resource name for reserved process ids in `systemReserved` and `kubeReserved`.
 pub const PIDS: &str = "pid";
@@ -260,7 +260,7 @@ pub fn tree(supply: &Supply, rules: &Rules, pods: &[&Pod]) -> Vec<(Group, Values
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::pod::cgroup::pod_limits;
+    use crate::pod::cgroup::pod_limits;
     use serde_json::{Value, json};
 
     fn amounts(pairs: &[(&str, &str)]) -> Amounts {

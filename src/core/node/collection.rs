@@ -7,7 +7,7 @@ use std::fmt::{self, Write as _};
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
 
-use crate::core::time;
+use crate::time;
 
 /// How many dead containers are kept (the kubelet's `--maximum-dead-containers` and related flags).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::{NodeCondition, NodeStatus};
 use serde_json::{Value, json};
 
 use super::eviction::{Pressure, Pressures};
-use crate::core::time::seconds;
+use crate::time::seconds;
 
 /// Pressure conditions, each with reason and message while False and while True.
 const SHORTAGES: [(Pressure, [(&str, &str); 2]); 3] = [

@@ -7,11 +7,38 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use serde::Serialize;
 
-use crate::core::pod::dns::Resolver;
+use crate::pod::dns::Resolver;
 pub use runtime::{Details, NetworkFacts, PodNetwork, UNHIDE, parse_network};
 
 mod evaluate;
 mod runtime;
+
+fn ok(subject: &'static str, found: impl Into<String>) -> Finding {
+    Finding {
+        subject,
+        severity: Severity::Ok,
+        found: found.into(),
+        leads_to: None,
+        remedy: None,
+    }
+}
+
+fn fault(
+    severity: Severity,
+    subject: &'static str,
+    found: impl Into<String>,
+    leads_to: impl Into<String>,
+    remedy: impl Into<String>,
+) -> Finding {
+    Finding {
+        subject,
+        severity,
+        found: found.into(),
+        leads_to: Some(leads_to.into()),
+        remedy: Some(remedy.into()),
+    }
+}
+
 #[cfg(test)]
 mod tests;
 

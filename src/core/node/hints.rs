@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::admit::{Refusal, reject};
 use super::topology::{MemoryNode, Topology, combinations};
-use crate::core::pod::{self, Role};
+use crate::pod::{self, Role};
 
 /// A set of NUMA nodes with numbers below 64.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -364,4 +364,4 @@ impl Alignment {
 }
 
 #[cfg(test)]
-pub(in crate::core::node) mod tests;
+pub(in crate::node) mod tests;

@@ -11,13 +11,14 @@ use k8s_openapi::api::core::v1::Pod;
 use super::admit::{self, NodeResources, NodeState, Refusal};
 use super::preempt;
 use super::used::Used;
-use crate::core::pod;
-use crate::core::pod::lifecycle::Cause;
-use crate::core::pod::qos::{self, QosClass};
-use crate::core::pod::resources::requests;
-use crate::core::pod::status::Verdict;
-use crate::core::time;
-use crate::core::volume::claims;
+use crate::pod;
+use crate::pod::lifecycle::Cause;
+use crate::pod::lifecycle::Verdict;
+use crate::pod::priority::is_critical;
+use crate::pod::qos::{self, QosClass};
+use crate::pod::resources::requests;
+use crate::time;
+use crate::volume::claims;
 
 /// An admitted pod.
 #[derive(Debug, Clone)]
@@ -145,7 +146,7 @@ impl Ledger {
             self.recount(&uid);
             return Decision::Admitted;
         };
-        if refusal.missing.is_empty() || !preempt::is_critical(pod) {
+        if refusal.missing.is_empty() || !is_critical(pod) {
             return Decision::Refused(refusal);
         }
         // Pods that were evicted earlier also free resources.

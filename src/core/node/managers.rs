@@ -15,11 +15,11 @@ use super::devices::{Devices, NearNodes, Slot};
 use super::hints::{self, Alignment, Count, Hint, Hints, NodeMask, Provider, Scope, Subject};
 use super::memory::{self, Memory, checkpoint as memory_checkpoint};
 use super::topology::Topology;
-use crate::core::pod::pinning::Pinning;
-use crate::core::pod::qos::{self, QosClass};
-use crate::core::pod::resize::Infeasible;
-use crate::core::pod::resources::{Amounts, Side, of_container};
-use crate::core::pod::{self, Role};
+use crate::pod::pinning::Pinning;
+use crate::pod::qos::{self, QosClass};
+use crate::pod::resize::Infeasible;
+use crate::pod::resources::{Amounts, Side, of_container};
+use crate::pod::{self, Role};
 
 /// Configuration of the managers.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -2,8 +2,8 @@
 
 use k8s_openapi::api::core::v1::{Node, NodeSelectorRequirement, NodeSelectorTerm, Pod};
 
-use crate::core::meta;
-use crate::core::selector::Operator;
+use crate::meta;
+use crate::selector::Operator;
 
 /// Whether a term matches a node; an empty term matches none.
 #[must_use]

@@ -7,7 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use crate::core::time::{duration, shown};
+use crate::time::{duration, shown};
 
 /// `--offline-start`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -2,20 +2,12 @@
 
 use k8s_openapi::api::core::v1::Pod;
 
-use super::admit::resources_of;
-use crate::core::pod;
-use crate::core::pod::qos::{self, QosClass};
-use crate::core::pod::resources::Amounts;
-use crate::core::quantity::Quantity;
-
-/// Minimum priority of a critical pod.
-pub const CRITICAL: i32 = 2_000_000_000;
-
-/// Whether a pod is critical: static pods, mirror pods, and pods of the highest priorities.
-#[must_use]
-pub fn is_critical(pod: &Pod) -> bool {
-    pod::is_static(pod) || pod::is_mirror(pod) || pod::spec(pod).priority.unwrap_or(0) >= CRITICAL
-}
+use super::used::resources_of;
+use crate::pod;
+use crate::pod::priority::is_critical;
+use crate::pod::qos::{self, QosClass};
+use crate::pod::resources::Amounts;
+use crate::quantity::Quantity;
 
 fn is_preemptable(victim: &Pod, for_pod: &Pod) -> bool {
     let priority = |p: &Pod| pod::spec(p).priority.unwrap_or(0);
@@ -111,6 +103,7 @@ fn of(amounts: &Amounts, name: &str) -> Quantity {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pod::priority::CRITICAL;
     use serde_json::json;
 
     fn pod(uid: &str, cpu: &str, limit: bool, priority: i32) -> Pod {

@@ -97,7 +97,7 @@ impl RuntimeHealth {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::node::conditions::joined;
+    use crate::node::conditions::joined;
 
     fn at(seconds: u64) -> Duration {
         Duration::from_secs(seconds)

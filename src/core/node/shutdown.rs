@@ -8,11 +8,11 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use serde::{Deserialize, Serialize};
 
-use super::preempt::CRITICAL;
-use crate::core::pod;
-use crate::core::pod::lifecycle::Cause;
-use crate::core::pod::status::Verdict;
-use crate::core::time;
+use crate::pod;
+use crate::pod::lifecycle::Cause;
+use crate::pod::lifecycle::Verdict;
+use crate::pod::priority::CRITICAL;
+use crate::time;
 
 /// Message of the Ready condition during a shutdown.
 pub const NOT_READY: &str = "node is shutting down";
@@ -263,7 +263,7 @@ mod tests {
     }
 
     fn simple(all: &str, critical: &str) -> ShutdownSettings {
-        let time = |text| crate::core::time::duration(text).expect("a duration");
+        let time = |text| crate::time::duration(text).expect("a duration");
         ShutdownSettings {
             all: time(all),
             critical: time(critical),

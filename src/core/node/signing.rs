@@ -13,7 +13,7 @@ use x509_parser::oid_registry::{OID_X509_COMMON_NAME, OID_X509_ORGANIZATION_NAME
 use x509_parser::prelude::FromDer as _;
 use x509_parser::x509::{X509Name, X509Version};
 
-use crate::core::time;
+use crate::time;
 
 /// Signer of client certificates that authenticate nodes to the apiserver.
 pub const CLIENT: &str = "kubernetes.io/kube-apiserver-client-kubelet";

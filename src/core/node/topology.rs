@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::core::cpuset::CpuSet;
+use crate::cpuset::CpuSet;
 
 /// Position of a logical CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Pod;
 
-use super::admit::resources_of;
-use crate::core::pod::resources::{Amounts, has_host_ports, ports_clash};
-use crate::core::quantity::Quantity;
+use super::devices::is_from_claim;
+use crate::pod::resources::{Amounts, has_host_ports, ports_clash, requests};
+use crate::quantity::Quantity;
 
 /// Resources by pod uid, and their sum.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -60,6 +60,37 @@ impl Used {
         let others = self.with_ports.iter().filter(|(other, _)| *other != uid);
         ports_clash(pod, others.map(|(_, pod)| &**pod))
     }
+}
+
+/// The resources that a pod takes from the node, including one of `pods`. Extended resources that a claim provides
+/// (KEP-5004) are excluded: no device plugin allocates them.
+pub(super) fn resources_of(pod: &Pod) -> Amounts {
+    let status = pod.status.as_ref();
+    let claim = status.and_then(|s| s.extended_resource_claim_status.as_ref());
+    let mut amounts = match claim {
+        None => requests(pod),
+        Some(_) => requests(&without_claimed(pod.clone())),
+    };
+    amounts.insert("pods".into(), Quantity::from_units(1));
+    amounts
+}
+
+fn without_claimed(mut pod: Pod) -> Pod {
+    let Some(mut spec) = pod.spec.take() else {
+        return pod;
+    };
+    let containers = spec.containers.iter_mut();
+    for container in containers.chain(spec.init_containers.iter_mut().flatten()) {
+        let Some(resources) = &mut container.resources else {
+            continue;
+        };
+        let lists = [&mut resources.requests, &mut resources.limits];
+        for list in lists.into_iter().flatten() {
+            list.retain(|resource, _| !is_from_claim(&pod, &container.name, resource));
+        }
+    }
+    pod.spec = Some(spec);
+    pod
 }
 
 #[cfg(test)]

@@ -10,8 +10,8 @@ use super::Role;
 use super::observed::{self, ContainerState, ObservedPod};
 use super::probe::{self, Probed};
 use super::resize::{self, Resizing, Sizes};
-use crate::core::pod;
-use crate::core::time;
+use crate::pod;
+use crate::time;
 
 /// A container to start.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -10,8 +10,8 @@ use super::qos::{self, QosClass};
 use super::resources::{
     Amounts, Side, huge_pages as huge_pages_of, of_container, of_containers, of_pod, of_pod_level,
 };
-use crate::core::node::preempt::is_critical;
-use crate::core::pod;
+use crate::pod;
+use crate::pod::priority::is_critical;
 
 /// The cgroup driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,13 +52,6 @@ pub fn shares(milli: i64) -> u64 {
 #[must_use]
 pub fn quota(milli: i64, period: u64) -> i64 {
     (milli.saturating_mul(i64::try_from(period).unwrap_or(i64::MAX)) / 1000).max(1000)
-}
-
-/// Converts cgroup v1 shares to a cgroup v2 weight.
-#[must_use]
-pub fn weight(shares: u64) -> u64 {
-    let above = shares.clamp(2, 262_144).saturating_sub(2);
-    (above.saturating_mul(9999) / 262_142).saturating_add(1)
 }
 
 /// The path of a pod's cgroup below the root, in the driver's spelling. For systemd this is the name of the slice, as
@@ -469,7 +462,6 @@ mod tests {
             [shares(0), shares(1000), shares(i64::MAX)],
             [2, 1024, 262_144]
         );
-        assert_eq!([weight(2), weight(1024), weight(262_144)], [1, 39, 10_000]);
         assert_eq!([quota(1, PERIOD), quota(1500, PERIOD)], [1000, 150_000]);
     }
 }

@@ -3,8 +3,6 @@
 
 use std::collections::BTreeMap;
 
-use super::cgroup::weight;
-
 /// The kernel rounds memory limits down to pages of this many bytes.
 const PAGE: u64 = 4096;
 /// In cgroup v1, limits from this value on mean unlimited.
@@ -285,6 +283,13 @@ impl CpuTime {
     }
 }
 
+/// Converts cgroup v1 shares to a cgroup v2 weight.
+#[must_use]
+pub fn weight(shares: u64) -> u64 {
+    let above = shares.clamp(2, 262_144).saturating_sub(2);
+    (above.saturating_mul(9999) / 262_142).saturating_add(1)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -422,6 +427,11 @@ mod tests {
         );
         let quota = |values: Values| values.rounded_by_systemd().cpu.and_then(|c| c.quota);
         assert_eq!((quota(values()), quota(open())), (Some(13_000), None));
+    }
+
+    #[test]
+    fn weights_stay_within_kernel_bounds() {
+        assert_eq!([weight(2), weight(1024), weight(262_144)], [1, 39, 10_000]);
     }
 
     proptest! {

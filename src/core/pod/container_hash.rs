@@ -5,7 +5,7 @@
 use k8s_openapi::api::core::v1::Container;
 use serde_json::json;
 
-use crate::core::digest::fnv32;
+use crate::digest::fnv32;
 
 /// The hash over name and image in hexadecimal: only a change of these restarts a container. It is the 32-bit FNV-1a
 /// hash of the output of Go's deep-hash printer for the JSON bytes.
@@ -41,7 +41,7 @@ fn go_json(container: &Container) -> String {
 }
 
 /// JSON with the escapes of Go's `json.Marshal` for HTML and JavaScript.
-pub(in crate::core) fn escape_as_go(json: &str) -> String {
+pub(crate) fn escape_as_go(json: &str) -> String {
     let mut escaped = String::new();
     for c in json.chars() {
         match c {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::Pod;
 
 use super::worker::Update;
-use crate::core::pod;
+use crate::pod;
 
 /// The pods of all sources, by full name (`name_namespace`).
 #[derive(Debug, Clone, Default)]

@@ -3,8 +3,8 @@
 use holdfast_proto::cri::DnsConfig;
 use k8s_openapi::api::core::v1::Pod;
 
-use crate::core::fault::Fault;
-use crate::core::{meta, pod};
+use crate::fault::Fault;
+use crate::{meta, pod};
 
 /// DNS settings of the node's resolver and of the cluster.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -11,9 +11,9 @@ use k8s_openapi::api::core::v1::{
 
 use super::quoted::quoted;
 use super::resources::{Side, of_container, of_pod_level};
-use crate::core::fault::Fault;
-use crate::core::meta;
-use crate::core::quantity::Quantity;
+use crate::fault::Fault;
+use crate::meta;
+use crate::quantity::Quantity;
 
 /// Lookup of referenced objects.
 pub trait Objects {
@@ -40,7 +40,7 @@ pub struct FieldContext<'a> {
 impl FieldContext<'_> {
     /// The pod's addresses as its status reports them.
     fn addresses(&self) -> Vec<String> {
-        super::status::pod_ips(self.pod_ips, self.node_ips)
+        super::addresses::pod_ips(self.pod_ips, self.node_ips)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Parser of environment files, which `fileKeyRef` reads (KEP-3721): `KEY='value'` lines. Pure.
 
-use crate::core::fault::Fault;
+use crate::fault::Fault;
 
 /// The value of `key` in a file. `None` if the file has no such key, or if its value is empty. The error describes the
 /// syntax error in the file.

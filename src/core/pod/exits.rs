@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use jiff::{SignedDuration, Timestamp};
 
 use super::observed::{ContainerState, ObservedPod};
-use crate::core::time;
+use crate::time;
 
 /// Minimum interval between two logged exits of a container.
 const MIN_LOG_INTERVAL: SignedDuration = SignedDuration::from_secs(10);
@@ -79,7 +79,7 @@ impl Exits {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::pod::observed::Container;
+    use crate::pod::observed::Container;
 
     fn instance(id: &str, attempt: u32, exited: Option<i64>) -> Container {
         let at = |second: i64| Timestamp::from_second(second).expect("a time");

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use super::journal::{Entry, Journal, Progress, Step};
 use super::lifecycle::{Cause, State};
-use crate::core::node::doctor::UNHIDE;
-use crate::core::time;
+use crate::node::doctor::UNHIDE;
+use crate::time;
 
 /// The width of the bars in a terminal, in columns.
 const WIDTH: usize = 40;

@@ -354,7 +354,7 @@ impl Journal {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::pod::lifecycle::{Cause, Intent};
+    use crate::pod::lifecycle::{Cause, Intent};
     use proptest::prelude::*;
 
     fn at(s: i64) -> Timestamp {

@@ -173,6 +173,21 @@ impl Cause {
     }
 }
 
+/// Why this node terminates a pod.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Verdict {
+    /// The cause for the pod's lifecycle.
+    pub cause: Cause,
+    /// The reason in the status, for example `Evicted`.
+    pub reason: String,
+    /// The message in the status and in the event.
+    pub message: String,
+    /// The message of the `DisruptionTarget` condition. `None` if the pod gets no such condition.
+    pub disruption: Option<String>,
+    /// The grace period of the containers in seconds. `None` means that of the pod.
+    pub grace: Option<i64>,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

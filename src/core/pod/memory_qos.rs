@@ -5,7 +5,7 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::qos::{self, QosClass};
 use super::resources::{Amounts, Side, of_container, of_pod};
-use crate::core::pod;
+use crate::pod;
 
 /// The kernel rounds `memory.high` down to pages of this many bytes.
 const PAGE: i64 = 4096;

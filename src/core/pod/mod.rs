@@ -1,9 +1,10 @@
 //! Predicates on pods, and names derived from them. Pure. The submodules hold everything that is decided for one pod.
 
 pub mod actions;
+pub mod addresses;
 pub mod cgroup;
 pub mod cgroup_values;
-pub(in crate::core) mod container_hash;
+pub(crate) mod container_hash;
 pub mod cri_config;
 pub mod desired;
 pub mod dns;
@@ -16,9 +17,10 @@ pub mod lifecycle;
 pub mod memory_qos;
 pub mod observed;
 pub mod pinning;
+pub mod priority;
 pub mod probe;
 pub mod qos;
-pub(in crate::core) mod quoted;
+pub(crate) mod quoted;
 pub mod record;
 pub mod references;
 pub mod resize;
@@ -37,8 +39,8 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Container, EphemeralContainer, Pod, PodSpec, PodStatus};
 use serde::{Deserialize, Serialize};
 
-use crate::core::meta;
-use crate::core::time;
+use crate::meta;
+use crate::time;
 
 pub use container_hash::container_hash;
 

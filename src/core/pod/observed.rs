@@ -202,7 +202,7 @@ impl ObservedPod {
 #[must_use]
 pub fn fingerprint<'a>(entries: impl Iterator<Item = (&'a str, u8)>) -> u64 {
     entries.fold(0, |sum, (id, state)| {
-        let hash = crate::core::digest::fnv64(id.bytes().chain([state]));
+        let hash = crate::digest::fnv64(id.bytes().chain([state]));
         sum.wrapping_add(mixed(hash))
     })
 }

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::core::cpuset::CpuSet;
+use crate::cpuset::CpuSet;
 
 /// Bindings by pod uid and container name. Empty if the node binds nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

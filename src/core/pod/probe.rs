@@ -10,10 +10,10 @@ use k8s_openapi::api::core::v1::{
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use serde::{Deserialize, Serialize};
 
-use crate::core::meta;
-use crate::core::serving::query;
-use crate::core::time;
-use crate::core::version::{HOOK_AGENT, PROBE_AGENT};
+use crate::meta;
+use crate::serving::query;
+use crate::time;
+use crate::version::{HOOK_AGENT, PROBE_AGENT};
 
 /// The prefix of the annotation that sets probe periods shorter than a second. The container's name follows. The value
 /// has the form `readiness=100ms,liveness=500ms`. This is an extension of Holdfast and off by default.
@@ -203,7 +203,7 @@ fn configured_period(
             .into_iter()
             .find(|k| k.name().eq_ignore_ascii_case(name.trim()))
             .ok_or_else(invalid)?;
-        let period = crate::core::time::duration(period.trim())
+        let period = crate::time::duration(period.trim())
             .filter(|p| *p >= MIN_PROBE_PERIOD)
             .ok_or_else(invalid)?;
         if known == kind {

@@ -4,8 +4,8 @@ use k8s_openapi::api::core::v1::{Pod, PodSpec, ResourceRequirements};
 use serde_json::Value;
 
 use super::resources::{Side, of_pod_level};
-use crate::core::pod;
-use crate::core::quantity::Quantity;
+use crate::pod;
+use crate::quantity::Quantity;
 
 /// The QoS class, which ranks pods when memory or CPU is scarce.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

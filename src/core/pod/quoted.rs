@@ -2,7 +2,7 @@
 //! variable expect this format. Pure.
 
 /// Returns the quoted text.
-pub(in crate::core) fn quoted(text: &str) -> String {
+pub(crate) fn quoted(text: &str) -> String {
     let mut out = String::from('"');
     for c in text.chars() {
         match c {

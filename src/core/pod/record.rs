@@ -246,9 +246,15 @@ impl Record {
     }
 }
 
+/// The format of the files of `holdfast agent record`. A change of the inputs or of the worker's state that an older file
+/// does not have increases it.
+pub const FORMAT: u32 = 1;
+
 /// A record with its origin: the file format of `holdfast agent record`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Report {
+    /// The format of the file: [`FORMAT`].
+    pub format: u32,
     /// The version of the agent that wrote the report.
     pub version: String,
     /// The name of the agent's node.
@@ -263,12 +269,38 @@ pub struct Report {
     pub record: Record,
 }
 
+/// The part of a file that all formats have.
+#[derive(Deserialize)]
+struct Header {
+    #[serde(default)]
+    format: u32,
+    #[serde(default)]
+    version: String,
+}
+
 impl Report {
+    /// Reads the file of a report.
+    ///
+    /// # Errors
+    ///
+    /// A sentence that says why this program cannot replay the file.
+    pub fn read(bytes: &[u8]) -> Result<Report, String> {
+        let header: Header = crate::json::read(bytes).map_err(|e| format!("not a record: {e}"))?;
+        if header.format != FORMAT {
+            return Err(format!(
+                "a record of format {}, written by Holdfast {}; this program replays format {FORMAT}",
+                header.format, header.version
+            ));
+        }
+        crate::json::read(bytes).map_err(|e| format!("a damaged record: {e}"))
+    }
+
     /// Replays all turns. Returns a text for users, in which turns with a different decision are marked, and the number
     /// of such turns.
     #[must_use]
     pub fn replayed(&self) -> (String, usize) {
         let Report {
+            format: _,
             version,
             node,
             namespace,

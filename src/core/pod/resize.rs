@@ -15,12 +15,12 @@ use serde_json::{Value, json};
 
 use super::Role;
 use super::qos;
-use crate::core::node::conditions::joined;
-use crate::core::pod;
-use crate::core::pod::cgroup::pod_bounds;
-use crate::core::pod::cri_config::may_swap;
-use crate::core::pod::resources::{Amounts, Side, amounts, of_container, of_pod, of_pod_level};
-use crate::core::quantity::Quantity;
+use crate::node::conditions::joined;
+use crate::pod;
+use crate::pod::cgroup::pod_bounds;
+use crate::pod::cri_config::may_swap;
+use crate::pod::resources::{Amounts, Side, amounts, of_container, of_pod, of_pod_level};
+use crate::quantity::Quantity;
 
 /// The reason of a resize that the node cannot grant while the pod runs.
 pub const INFEASIBLE: &str = "Infeasible";

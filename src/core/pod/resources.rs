@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use k8s_openapi::api::core::v1::{Container, Pod};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 
-use crate::core::quantity::Quantity;
+use crate::quantity::Quantity;
 
 /// Amounts by resource name.
 pub type Amounts = BTreeMap<String, Quantity>;

@@ -14,46 +14,29 @@ use k8s_openapi::api::core::v1::{
     HostIP, LinuxContainerUser, Pod, PodCondition, PodIP, PodStatus, VolumeMount,
     VolumeMountStatus,
 };
-use serde::{Deserialize, Serialize};
 
 use super::Role;
 use super::actions::{AfterExit, after_exit, restarts_after};
 use super::cri_config;
-use super::lifecycle::Cause;
+use super::lifecycle::{Cause, Verdict};
 use super::observed::{self, ContainerState, ObservedPod};
 use super::probe::Probed;
 use super::qos;
 use super::resize::{self, Resizing, Sizes};
-use crate::core::pod;
-use crate::core::time::seconds;
+use crate::pod;
+use crate::time::seconds;
 
 mod missing;
 mod states;
 
 use states::{api_id, completed, ended, lost, removed_to_restart, state};
 
-pub use addresses::pod_ips;
 use addresses::{addresses, node_addresses};
 pub use end::{deadline, keep_terminal_status, rejected};
 pub use patch::{Target, allowed, patch, substance};
 
 /// Why containers are not running, by name: reason and message of the waiting state.
 pub type Problems = BTreeMap<String, (String, String)>;
-
-/// Why this node terminates a pod.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Verdict {
-    /// The cause for the pod's lifecycle.
-    pub cause: Cause,
-    /// The reason in the status, for example `Evicted`.
-    pub reason: String,
-    /// The message in the status and in the event.
-    pub message: String,
-    /// The message of the `DisruptionTarget` condition. `None` if the pod gets no such condition.
-    pub disruption: Option<String>,
-    /// The grace period of the containers in seconds. `None` means that of the pod.
-    pub grace: Option<i64>,
-}
 
 /// The inputs of a status.
 pub struct Facts<'a> {

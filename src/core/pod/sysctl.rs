@@ -2,7 +2,7 @@
 
 use k8s_openapi::api::core::v1::Pod;
 
-use crate::core::pod;
+use crate::pod;
 
 /// Safe sysctls, which have no effect outside of the pod, and the minimum kernel version.
 const SAFE: &[(&str, (u32, u32))] = &[

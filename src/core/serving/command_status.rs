@@ -5,7 +5,7 @@
 
 use serde::Serialize;
 
-use crate::core::pod::container_hash::escape_as_go;
+use crate::pod::container_hash::escape_as_go;
 
 /// `metav1.Status`, with the field order of Go.
 #[derive(Default, Serialize)]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 
-use crate::core::pod;
+use crate::pod;
 
 /// Status reason of a rejected pod.
 pub const LIMIT_EXCEEDED: &str = "VolumeAttachmentLimitExceeded";

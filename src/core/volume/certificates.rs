@@ -6,9 +6,9 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequestStatus};
 use k8s_openapi::api::core::v1::{ClusterTrustBundleProjection, Volume};
 
-use crate::core::fault::Fault;
-use crate::core::node::signing;
-use crate::core::{digest, meta, selector, time};
+use crate::fault::Fault;
+use crate::node::signing;
+use crate::{digest, meta, selector, time};
 
 /// The trust bundle sources of a projected volume.
 #[must_use]

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod, Volume};
 
-use crate::core::node::node_affinity::term_matches;
-use crate::core::quantity::Quantity;
-use crate::core::volume::resize;
-use crate::core::{meta, pod, selector};
+use crate::node::node_affinity::term_matches;
+use crate::quantity::Quantity;
+use crate::volume::resize::{self, Grown};
+use crate::{meta, pod, selector};
 
 /// Annotation of a claim whose binding is complete.
 pub const BIND_COMPLETED: &str = "pv.kubernetes.io/bind-completed";
@@ -150,29 +150,6 @@ pub fn best<'a>(
             meta::name(*v).to_owned(),
         )
     })
-}
-
-/// A volume that was expanded and whose filesystem must follow.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Grown {
-    /// Namespace of the claim.
-    pub namespace: String,
-    /// Name of the claim.
-    pub claim: String,
-    /// The claim's uid.
-    pub uid: Option<String>,
-    /// Size in bytes in the claim's status.
-    pub claim_bytes: i64,
-    /// New size in bytes.
-    pub bytes: i64,
-    /// New size as an API quantity.
-    pub text: String,
-    /// Whether the resizer records the state of the expansion in the claim (KEP-1790).
-    pub records_state: bool,
-    /// Whether the claim's status already has the new size, because another node has expanded the filesystem.
-    pub claim_has_size: bool,
-    /// Whether the claim requests another size by now.
-    pub is_superseded: bool,
 }
 
 /// Annotation of a claim whose volume can be expanded without any action on nodes.

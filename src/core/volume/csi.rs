@@ -14,12 +14,13 @@ use pb::volume_capability::access_mode::Mode;
 use pb::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use serde::{Deserialize, Serialize};
 
-use super::claims::{self, Grown};
+use super::claims;
+use super::resize::Grown;
 use super::{migrated, selinux};
-use crate::core::digest::sha256;
-use crate::core::fault::Fault;
-use crate::core::pod::quoted::quoted;
-use crate::core::{meta, pod};
+use crate::digest::sha256;
+use crate::fault::Fault;
+use crate::pod::quoted::quoted;
+use crate::{meta, pod};
 
 /// A volume that a CSI driver serves.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

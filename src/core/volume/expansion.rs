@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 
-use super::claims::Grown;
-use crate::core::backoff::Doubling;
+use super::resize::Grown;
+use crate::backoff::Doubling;
 
 /// Back-off between attempts for a volume (`pkg/util/goroutinemap/exponentialbackoff`).
 const BACKOFF: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(122));

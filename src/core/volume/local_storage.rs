@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::Pod;
 
-use crate::core::pod::resources::{Side, of_container, of_pod};
-use crate::core::pod::{self, Role};
-use crate::core::quantity::Quantity;
+use crate::pod::resources::{Side, of_container, of_pod};
+use crate::pod::{self, Role};
+use crate::quantity::Quantity;
 
 const RESOURCE: &str = "ephemeral-storage";
 

@@ -10,8 +10,8 @@ use k8s_openapi::api::core::v1::{
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
-use crate::core::fault::Fault;
-use crate::core::meta;
+use crate::fault::Fault;
+use crate::meta;
 
 /// CSINode annotation with the migrated kinds; attachers and the scheduler read it.
 pub const ANNOTATION: &str = "storage.alpha.kubernetes.io/migrated-plugins";

@@ -8,7 +8,7 @@ use std::path::{Component, Path, PathBuf};
 
 use k8s_openapi::api::core::v1::{Pod, VolumeMount};
 
-use crate::core::pod;
+use crate::pod;
 
 /// Paths within a volume where containers mount other volumes. Paths within another such path are omitted, because they
 /// belong to the other volume.

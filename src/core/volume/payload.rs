@@ -7,8 +7,8 @@ use k8s_openapi::api::core::v1::{
     ConfigMap, DownwardAPIVolumeFile, KeyToPath, Pod, Secret, Volume, VolumeProjection,
 };
 
-use crate::core::fault::Fault;
-use crate::core::pod::env::{self, FieldContext, Objects};
+use crate::fault::Fault;
+use crate::pod::env::{self, FieldContext, Objects};
 
 /// One projected file.
 #[derive(Clone, PartialEq, Eq)]
@@ -247,7 +247,7 @@ fn downward(
         let text = if let Some(reference) = &item.field_ref {
             env::field(&reference.field_path, around)?
         } else if let Some(reference) = &item.resource_field_ref {
-            let containers = crate::core::pod::containers(around.pod);
+            let containers = crate::pod::containers(around.pod);
             let named = containers
                 .iter()
                 .find(|(_, c)| Some(&c.name) == reference.container_name.as_ref());
@@ -409,8 +409,8 @@ fn projection(
 /// A file with a credential or a trust bundle. If the pod has an `fsGroup`, the group can read the file; otherwise, if
 /// all containers run as the same user, only that user can (`pkg/volume/projected/projected.go`).
 fn credential_file(pod: &Pod, text: String, default: i32) -> File {
-    let owner = crate::core::pod::common_user(pod);
-    let mode = match (crate::core::pod::ownership(pod).group, owner) {
+    let owner = crate::pod::common_user(pod);
+    let mode = match (crate::pod::ownership(pod).group, owner) {
         (Some(_), _) => 0o640,
         (None, Some(_)) => 0o600,
         (None, None) => mode(None, default),

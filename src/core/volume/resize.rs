@@ -5,8 +5,6 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{PersistentVolumeClaim, PersistentVolumeClaimCondition};
 use serde_json::{Value, json};
 
-use super::claims::Grown;
-
 /// State: the node may expand the filesystem.
 pub const PENDING: &str = "NodeResizePending";
 /// State: the node is expanding the filesystem.
@@ -95,6 +93,29 @@ pub fn patch(claim: &PersistentVolumeClaim, step: Resize<'_>) -> Value {
         }
     };
     json!({"metadata": {"resourceVersion": claim.metadata.resource_version}, "status": status})
+}
+
+/// A volume that was expanded and whose filesystem must follow.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Grown {
+    /// Namespace of the claim.
+    pub namespace: String,
+    /// Name of the claim.
+    pub claim: String,
+    /// The claim's uid.
+    pub uid: Option<String>,
+    /// Size in bytes in the claim's status.
+    pub claim_bytes: i64,
+    /// New size in bytes.
+    pub bytes: i64,
+    /// New size as an API quantity.
+    pub text: String,
+    /// Whether the resizer records the state of the expansion in the claim (KEP-1790).
+    pub records_state: bool,
+    /// Whether the claim's status already has the new size, because another node has expanded the filesystem.
+    pub claim_has_size: bool,
+    /// Whether the claim requests another size by now.
+    pub is_superseded: bool,
 }
 
 #[cfg(test)]

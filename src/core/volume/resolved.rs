@@ -11,14 +11,15 @@ use k8s_openapi::api::core::v1::{
     Container, FCVolumeSource, PersistentVolume, PersistentVolumeClaim, Pod, Volume,
 };
 
-use super::claims::{self, Grown};
+use super::claims;
 use super::csi;
 use super::disks::{self, Disk};
+use super::resize::Grown;
 use super::{migrated, selinux};
-use crate::core::fault::Fault;
-use crate::core::pod::resources::{Side, of_container, of_pod_level};
-use crate::core::quantity::Quantity;
-use crate::core::{meta, pod};
+use crate::fault::Fault;
+use crate::pod::resources::{Side, of_container, of_pod_level};
+use crate::quantity::Quantity;
+use crate::{meta, pod};
 
 /// Medium of an emptyDir.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -351,7 +352,7 @@ fn empty_dir(
                 .as_ref()
                 .and_then(|q| q.0.parse::<Quantity>().ok())
                 .and_then(|q| u64::try_from(q.units()).ok());
-            let pods = crate::core::pod::cgroup::pod_limits(pod, None, None)
+            let pods = crate::pod::cgroup::pod_limits(pod, None, None)
                 .memory
                 .and_then(|m| u64::try_from(m).ok());
             let smallest = [own, pods, Some(memory)]

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::{Pod, SELinuxOptions};
 
-use crate::core::fault::Fault;
-use crate::core::pod;
+use crate::fault::Fault;
+use crate::pod;
 
 /// Whether an SELinux policy is loaded. `own` is the content of `/proc/self/attr/current`: before a policy is loaded,
 /// every process has the kernel's initial label, and the runtime assigns no labels (`GetEnabled` in `go-selinux`).

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use flate2::read::GzDecoder;
 use jiff::Timestamp;
 
-use crate::core::serving::logs::{ENTRY_HEAD, TailSearch, TailStart};
-use crate::sys::beneath::Dir;
+use holdfast_core::serving::logs::{ENTRY_HEAD, TailSearch, TailStart};
+use holdfast_sys::beneath::Dir;
 
 /// The size of a read in bytes.
 const PIECE: usize = 64 << 10;
@@ -292,17 +292,17 @@ mod tests {
             .append(true)
             .open(&old)
             .expect("open");
-        let mut say = |n| io::Write::write_all(&mut last, line(n).as_bytes()).expect("written");
+        let mut append = |n| io::Write::write_all(&mut last, line(n).as_bytes()).expect("written");
         // The new file exists, but the container still writes to the old one.
         std::fs::write(&path, "").expect("written");
         assert_eq!(log.follow().expect("none yet"), Next::Same);
-        say(2);
+        append(2);
         assert_eq!(all(&mut log), line(2));
         // The runtime has another line for the old file, and one more afterwards.
         std::fs::write(&path, line(5)).expect("written");
         for n in [3, 4] {
             assert_eq!(log.follow().expect("another"), Next::Ending);
-            say(n);
+            append(n);
             assert_eq!(all(&mut log), line(n));
         }
         for _ in 0..MAX_QUIET_CHECKS {

@@ -1,4 +1,4 @@
 //! Container logs on this machine: reading, following, rotating.
 
 pub mod logfile;
-pub(in crate::host) mod rotate;
+pub(crate) mod rotate;

@@ -11,41 +11,41 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use crate::core::serving::logs;
-use crate::sys::beneath::Dir;
+use holdfast_core::serving::logs;
+use holdfast_sys::beneath::Dir;
 
 /// The directory of a container's logs, relative to that of all logs.
-pub(in crate::host) struct LogPlace {
-    pub(in crate::host) logs: PathBuf,
-    pub(in crate::host) dir: PathBuf,
+pub(crate) struct LogPlace {
+    pub(crate) logs: PathBuf,
+    pub(crate) dir: PathBuf,
 }
 
 impl LogPlace {
-    pub(in crate::host) fn open(&self) -> io::Result<LogDir> {
+    pub(crate) fn open(&self) -> io::Result<LogDir> {
         let dir = Dir::open(&self.logs)?.open_dir_without_links(&self.dir)?;
         Ok(LogDir(dir))
     }
 
     /// The name for error messages.
-    pub(in crate::host) fn name(&self) -> impl std::fmt::Display {
+    pub(crate) fn name(&self) -> impl std::fmt::Display {
         self.dir.display()
     }
 }
 
 /// An open log directory of a container.
-pub(in crate::host) struct LogDir(Dir);
+pub(crate) struct LogDir(Dir);
 
 impl LogDir {
-    pub(in crate::host) fn open_log(&self, name: &str) -> io::Result<File> {
+    pub(crate) fn open_log(&self, name: &str) -> io::Result<File> {
         self.0.open_file(Path::new(name))
     }
 
-    pub(in crate::host) fn names(&self) -> io::Result<Vec<String>> {
+    pub(crate) fn names(&self) -> io::Result<Vec<String>> {
         self.0.list(Path::new("."))
     }
 
     /// Removes the log of an instance and its rotated files.
-    pub(in crate::host) fn remove_attempt(&self, attempt: u32) -> io::Result<()> {
+    pub(crate) fn remove_attempt(&self, attempt: u32) -> io::Result<()> {
         let log = format!("{attempt}.log");
         self.0.remove_file(&log)?;
         self.rotated(&log)?
@@ -97,7 +97,7 @@ impl LogDir {
 
     /// Compresses the rotated files of a log except the newest. Only one
     /// thread may do this for a log; others may rotate the log meanwhile.
-    pub(in crate::host) fn compress_older(&self, log: &str) -> io::Result<()> {
+    pub(crate) fn compress_older(&self, log: &str) -> io::Result<()> {
         let plan = logs::compression(&self.rotated(log)?);
         for name in &plan.remove {
             self.0.remove_file(name)?;
@@ -118,12 +118,7 @@ impl LogDir {
     }
 
     /// Renames a log to a name with `stamp`, and returns that name. Keeps at most `files - 2` older rotated files.
-    pub(in crate::host) fn move_aside(
-        &self,
-        log: &str,
-        files: usize,
-        stamp: &str,
-    ) -> io::Result<String> {
+    pub(crate) fn move_aside(&self, log: &str, files: usize, stamp: &str) -> io::Result<String> {
         let new = format!("{log}.{stamp}");
         let before = self.rotated(log)?;
         // A second rotation within a second must not overwrite the first.
@@ -141,7 +136,7 @@ impl LogDir {
     }
 
     /// Reverts the renaming, unless a new log exists.
-    pub(in crate::host) fn put_back(&self, aside: &str, log: &str) -> io::Result<()> {
+    pub(crate) fn put_back(&self, aside: &str, log: &str) -> io::Result<()> {
         self.0.rename(aside, log)
     }
 }
@@ -149,7 +144,7 @@ impl LogDir {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::lock::lock;
+    use holdfast_core::lock::lock;
     use std::fs;
     use std::io::{Read as _, Write as _};
     use std::sync::Mutex;

@@ -6,15 +6,15 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use super::KERNEL_TIMEOUT;
-use crate::core::digest;
-use crate::core::pod::Ownership;
-use crate::core::volume::csi::VolumeData;
-use crate::core::volume::resolved::Problem;
-use crate::host::HostError;
-use crate::host::linux::{LinuxHost, make, segment};
-use crate::sys::blocking_calls::Call;
-use crate::sys::failure::doing;
-use crate::sys::{file, mount};
+use crate::HostError;
+use crate::linux::{LinuxHost, make, segment};
+use holdfast_core::digest;
+use holdfast_core::pod::Ownership;
+use holdfast_core::volume::csi::VolumeData;
+use holdfast_core::volume::resolved::Problem;
+use holdfast_sys::blocking_calls::Call;
+use holdfast_sys::failure::doing;
+use holdfast_sys::{file, mount};
 
 const PLUGIN: &str = "kubernetes.io~csi";
 const RECORD_FILE: &str = "vol_data.json";
@@ -396,7 +396,7 @@ pub fn labels_files(target: &Path) -> Result<bool, HostError> {
 impl LinuxHost {
     /// Changes the group ownership of a published volume. For a large volume, the work
     /// continues in the background and the returned problem contains the progress.
-    pub(in crate::host) async fn change_ownership(
+    pub(crate) async fn change_ownership(
         &self,
         volume: &Published,
         owner: Ownership,
@@ -422,7 +422,7 @@ impl LinuxHost {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::ownership;
+    use holdfast_sys::ownership;
 
     #[test]
     fn recorded_volumes_are_found_after_a_restart_and_removed_completely() {
@@ -518,7 +518,7 @@ mod tests {
         let reports = Reports::default();
         let sender = std::sync::Arc::clone(&reports);
         host.on_ownership_change = Some(std::sync::Arc::new(move |plugin: &str, _, has_failed| {
-            let mut reports = sender.lock().expect("told");
+            let mut reports = sender.lock().expect("a lock");
             reports.push((plugin.to_owned(), has_failed));
         }));
         reports
@@ -526,7 +526,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn changing_the_group_of_a_large_volume_is_reported_and_cancelled_with_its_pod() {
-        use crate::host::volume::tear_down::tests::{host, of_a_program};
+        use crate::volume::tear_down::tests::{host, of_a_program};
 
         if !nix::unistd::geteuid().is_root() {
             return;
@@ -585,7 +585,7 @@ mod tests {
             .cancel("u/", std::time::Duration::from_secs(60))
             .await;
         assert_eq!(ended, Ok(()));
-        let reports = reports.lock().expect("told").clone();
+        let reports = reports.lock().expect("a lock").clone();
         assert_eq!(reports, [("kubernetes.io/csi:".to_owned(), true)]);
         use std::os::unix::fs::MetadataExt as _;
         let root = fs::metadata(&volume.target).expect("stat");

@@ -10,17 +10,17 @@ use nix::mount::MntFlags;
 use super::csi::is_mounted;
 use super::staging_lock::StagingLock;
 use super::{OwnershipChanger, disks};
-use crate::core::fault::Fault;
-use crate::core::pod::Ownership;
-use crate::core::volume::disks::Disk;
-use crate::core::volume::resolved::{Problem, ResolvedVolume};
-use crate::host::HostError;
-use crate::host::linux::make;
-use crate::host::tool::{run_tool_cancellable, run_tool_to_completion, tool};
-use crate::sys::beneath::Found;
-use crate::sys::blocking_calls::Call;
-use crate::sys::failure::doing;
-use crate::sys::{beneath, mount};
+use crate::HostError;
+use crate::linux::make;
+use crate::tool::{run_tool_cancellable, run_tool_to_completion, tool};
+use holdfast_core::fault::Fault;
+use holdfast_core::pod::Ownership;
+use holdfast_core::volume::disks::Disk;
+use holdfast_core::volume::resolved::{Problem, ResolvedVolume};
+use holdfast_sys::beneath::Found;
+use holdfast_sys::blocking_calls::Call;
+use holdfast_sys::failure::doing;
+use holdfast_sys::{beneath, mount};
 
 /// The mount points of a volume and the properties of the mount.
 pub(super) struct Target<'a> {
@@ -448,7 +448,7 @@ fn mount_called(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::blocking_calls::BlockingCalls;
+    use holdfast_sys::blocking_calls::BlockingCalls;
     use std::os::unix::fs::FileExt as _;
     use std::time::Duration;
 
@@ -456,7 +456,7 @@ mod tests {
         ResolvedVolume {
             volume: "v".into(),
             name: "pv".into(),
-            source: crate::core::volume::resolved::Source::Local {
+            source: holdfast_core::volume::resolved::Source::Local {
                 path: path.display().to_string(),
                 filesystem: "ext4".into(),
                 grown: None,

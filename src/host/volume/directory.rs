@@ -7,13 +7,13 @@ use std::os::unix::fs::{
 };
 use std::path::{Path, PathBuf};
 
-use crate::core::volume::payload::Files;
-use crate::core::volume::resolved::Medium;
-use crate::host::HostError;
-use crate::host::linux::make;
-use crate::sys::blocking_calls::Call;
-use crate::sys::failure::doing;
-use crate::sys::{atomic_dir, beneath, mount, quota};
+use crate::HostError;
+use crate::linux::make;
+use holdfast_core::volume::payload::Files;
+use holdfast_core::volume::resolved::Medium;
+use holdfast_sys::blocking_calls::Call;
+use holdfast_sys::failure::doing;
+use holdfast_sys::{atomic_dir, beneath, mount, quota};
 
 /// Checks the type of a hostPath volume (`pkg/volume/hostpath/host_path.go`).
 pub(super) fn check_host_path(path: &Path, kind: &str) -> Result<(), HostError> {
@@ -150,10 +150,10 @@ fn root_of_files(dir: &Path, group: Option<u32>) -> std::io::Result<()> {
 }
 
 /// The contents of a projected volume.
-pub(in crate::host) struct Content {
-    pub(in crate::host) files: Files,
+pub(crate) struct Content {
+    pub(crate) files: Files,
     /// The paths at which other volumes are mounted inside it.
-    pub(in crate::host) mounted_within: BTreeSet<PathBuf>,
+    pub(crate) mounted_within: BTreeSet<PathBuf>,
 }
 
 /// Writes the projected files, and creates directories for mounts inside the volume.
@@ -185,7 +185,7 @@ pub(super) fn write_files(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::volume::payload::File;
+    use holdfast_core::volume::payload::File;
 
     fn content(files: Files) -> Option<Content> {
         let mounted_within = BTreeSet::new();
@@ -239,7 +239,7 @@ mod tests {
         mount::unmount_all(&dir).expect("unmounted");
 
         fs::create_dir(&disk).expect("mkdir");
-        let disk = crate::sys::beneath::Dir::open(&disk).expect("open");
+        let disk = holdfast_sys::beneath::Dir::open(&disk).expect("open");
         mount::bind(&disk.itself().expect("itself"), &dir).expect("bound");
         let refused = write(&dir).expect_err("a disk is not a tmpfs");
         assert!(
@@ -300,7 +300,7 @@ mod tests {
         let memory = Medium::Memory(1 << 20);
         empty_dir(&dir, &ready, &memory, None).expect("made");
         assert_eq!(mode(&dir), 0o1777);
-        let below = crate::sys::beneath::Dir::open(&dir).expect("open");
+        let below = holdfast_sys::beneath::Dir::open(&dir).expect("open");
         below.find_or_make(Path::new("a/b")).expect("made");
         assert_eq!(
             mode(&dir.join("a/b")),

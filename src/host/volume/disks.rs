@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::staging_lock::StagingLock;
-use crate::core::volume::disks::{Disk, Iscsi};
-use crate::host::HostError;
-use crate::host::linux::make;
-use crate::host::tool::tool;
-use crate::sys::failure::doing;
-use crate::sys::{file, mount};
+use crate::HostError;
+use crate::linux::make;
+use crate::tool::tool;
+use holdfast_core::volume::disks::{Disk, Iscsi};
+use holdfast_sys::failure::doing;
+use holdfast_sys::{file, mount};
 
 /// Maximum time until an attached disk appears.
 const APPEARANCE: Duration = Duration::from_secs(30);
@@ -21,7 +21,7 @@ const SESSION_EXISTS: i32 = 15;
 const NOTHING: i32 = 21;
 
 /// The device of a disk, if the node has it. For a disk with several paths, the multipath device.
-pub(in crate::host) fn find(disk: &Disk) -> Option<PathBuf> {
+pub(crate) fn find(disk: &Disk) -> Option<PathBuf> {
     let mut links = vec![];
     for dir in ["by-path", "by-id"] {
         for entry in fs::read_dir(Path::new("/dev/disk").join(dir))
@@ -63,7 +63,7 @@ fn multipath_device(device: &Path) -> Option<PathBuf> {
 }
 
 /// Attaches a disk to the node and returns its device.
-pub(in crate::host) fn attach(disk: &Disk) -> Result<PathBuf, HostError> {
+pub(crate) fn attach(disk: &Disk) -> Result<PathBuf, HostError> {
     if let Some(device) = find(disk) {
         return Ok(device);
     }
@@ -144,7 +144,7 @@ fn log_out(iscsi: &Iscsi) -> Result<(), HostError> {
 const SESSION: &str = "iscsi.json";
 
 /// Records a disk's session before logging in.
-pub(in crate::host) fn record_session(disk: &Disk, place: &Path) -> Result<(), HostError> {
+pub(crate) fn record_session(disk: &Disk, place: &Path) -> Result<(), HostError> {
     let Disk::Iscsi(session) = disk else {
         return Ok(());
     };
@@ -154,7 +154,7 @@ pub(in crate::host) fn record_session(disk: &Disk, place: &Path) -> Result<(), H
 }
 
 /// Attaches a disk that a pod uses as a block device. `marks` are the links that record this use.
-pub(in crate::host) fn map(disk: &Disk, place: &Path, marks: [&Path; 2]) -> Result<(), HostError> {
+pub(crate) fn map(disk: &Disk, place: &Path, marks: [&Path; 2]) -> Result<(), HostError> {
     let _lock = StagingLock::lock_for_pod(place)?;
     record_session(disk, place)?;
     if let Disk::Iscsi(session) = disk {
@@ -183,7 +183,7 @@ pub(in crate::host) fn map(disk: &Disk, place: &Path, marks: [&Path; 2]) -> Resu
 }
 
 /// Removes a pod's mark and returns whether it existed.
-pub(in crate::host) fn remove_mark(mark: &Path) -> Result<bool, HostError> {
+pub(crate) fn remove_mark(mark: &Path) -> Result<bool, HostError> {
     match fs::remove_file(mark) {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
@@ -203,7 +203,7 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
 }
 
 /// The directories of all iSCSI disks: mounted ones, and those that pods use as block devices.
-pub(in crate::host) fn places(iscsi: &Path) -> Vec<PathBuf> {
+pub(crate) fn places(iscsi: &Path) -> Vec<PathBuf> {
     let interfaces = entries(iscsi)
         .into_iter()
         .chain(entries(&iscsi.join("volumeDevices")));
@@ -228,7 +228,7 @@ pub fn all_places(root: &Path) -> Vec<PathBuf> {
 }
 
 /// Logs out of a disk that is not mounted, is no pod's block device, and is not being set up.
-pub(in crate::host) fn log_out_if_unused(place: &Path) -> Result<(), HostError> {
+pub(crate) fn log_out_if_unused(place: &Path) -> Result<(), HostError> {
     let Some(_lock) = StagingLock::try_lock(place) else {
         return Ok(());
     };
@@ -243,7 +243,7 @@ pub(in crate::host) fn log_out_if_unused(place: &Path) -> Result<(), HostError> 
 }
 
 /// Logs out of a disk that no pod uses, unless another disk of the same target is in use or being set up.
-pub(in crate::host) fn log_out_if_last(place: &Path) -> Result<(), HostError> {
+pub(crate) fn log_out_if_last(place: &Path) -> Result<(), HostError> {
     let note = place.join(SESSION);
     let remove = || {
         let what = format!("{} cannot be removed", note.display());

@@ -12,10 +12,10 @@ use std::path::{Path, PathBuf};
 
 use nix::mount::MntFlags;
 
-use crate::host::HostError;
-use crate::sys::failure::doing;
-use crate::sys::loop_device;
-use crate::sys::mount::{self, Mount};
+use crate::HostError;
+use holdfast_sys::failure::doing;
+use holdfast_sys::loop_device;
+use holdfast_sys::mount::{self, Mount};
 
 /// Whether a kubelet mounts block devices of pods at this path: `…/volumeDevices/…`.
 /// Excludes paths that a driver publishes or stages and must remove itself.

@@ -11,31 +11,25 @@ mod mapped;
 mod staging_lock;
 mod tear_down;
 
-pub(in crate::host) use directory::Content;
-pub(in crate::host) use tear_down::FORCE_AFTER;
+pub(crate) use directory::Content;
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::linux::{LinuxHost, make, segment};
+use super::linux::{LinuxHost, OnOwnershipChange, make, segment};
 use super::{HostError, SubPath, blocking};
-use crate::core::pod::Ownership;
-use crate::core::volume::disks::Disk;
-use crate::core::volume::permissions::OwnershipChange;
-use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
-use crate::sys::blocking_calls::Call;
-use crate::sys::failure::doing;
-use crate::sys::{beneath, ownership};
+use holdfast_core::pod::Ownership;
+use holdfast_core::volume::disks::Disk;
+use holdfast_core::volume::permissions::OwnershipChange;
+use holdfast_core::volume::resolved::{Problem, ResolvedVolume, Source};
+use holdfast_sys::blocking_calls::Call;
+use holdfast_sys::failure::doing;
+use holdfast_sys::{beneath, ownership};
 
 /// Timeout for calls to the kernel.
 const KERNEL_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Callback for each volume whose group ownership was changed: the plugin
-/// (with the driver for CSI), the duration, and whether it failed.
-pub type OnOwnershipChange = Arc<dyn Fn(&str, Duration, bool) + Send + Sync>;
 
 /// Changes the group ownership of a volume's files.
 struct OwnershipChanger {
@@ -58,15 +52,6 @@ impl OwnershipChanger {
             report(&self.plugin, begun.elapsed(), outcome.is_err());
         }
         outcome.map(drop)
-    }
-}
-
-impl From<HostError> for Problem {
-    fn from(error: HostError) -> Problem {
-        match error.is_under_way() {
-            true => Problem::under_way(error.message),
-            false => Problem::later(error.message),
-        }
     }
 }
 
@@ -184,11 +169,7 @@ impl LinuxHost {
     }
 
     /// The group of a local volume that other pods use as well.
-    pub(in crate::host) async fn shared_group(
-        &self,
-        uid: &str,
-        resolved: &ResolvedVolume,
-    ) -> Option<u32> {
+    pub(crate) async fn shared_group(&self, uid: &str, resolved: &ResolvedVolume) -> Option<u32> {
         let Source::Local { path, .. } = &resolved.source else {
             return None;
         };
@@ -219,7 +200,7 @@ impl LinuxHost {
         found.ok().flatten()
     }
 
-    pub(in crate::host) async fn set_up(
+    pub(crate) async fn set_up(
         &self,
         uid: &str,
         resolved: &ResolvedVolume,
@@ -307,11 +288,7 @@ impl LinuxHost {
     }
 
     /// Expands the filesystem of a local volume to the size of its device.
-    pub(in crate::host) async fn grow(
-        &self,
-        uid: &str,
-        resolved: &ResolvedVolume,
-    ) -> Result<(), HostError> {
+    pub(crate) async fn grow(&self, uid: &str, resolved: &ResolvedVolume) -> Result<(), HostError> {
         let Source::Local { path, .. } = &resolved.source else {
             return Ok(());
         };
@@ -353,7 +330,7 @@ impl LinuxHost {
         self.calls.call_with(key, KERNEL_TIMEOUT, work).await
     }
 
-    pub(in crate::host) async fn source(
+    pub(crate) async fn source(
         &self,
         uid: &str,
         resolved: &ResolvedVolume,
@@ -406,7 +383,7 @@ impl LinuxHost {
         self.calls.call_with(&key, KERNEL_TIMEOUT, work).await
     }
 
-    pub(in crate::host) async fn read(
+    pub(crate) async fn read(
         &self,
         uid: &str,
         resolved: &ResolvedVolume,

@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use nix::errno::Errno;
 use nix::mount::MntFlags;
@@ -22,14 +22,11 @@ use nix::mount::MntFlags;
 use super::KERNEL_TIMEOUT;
 use super::staging_lock::StagingLock;
 use super::{csi, disks, mapped};
-use crate::core::lock::lock;
-use crate::host::linux::{LinuxHost, remove, segment};
-use crate::host::{HostError, OnRemoval, VolumeRemoval, blocking};
-use crate::sys::failure::doing;
-use crate::sys::mount::{self, Mount};
-
-/// Time that unmounting a remote filesystem may block before it is forced.
-pub(in crate::host) const FORCE_AFTER: Duration = Duration::from_secs(60);
+use crate::linux::{LinuxHost, remove, segment};
+use crate::{HostError, OnRemoval, VolumeRemoval, blocking};
+use holdfast_core::lock::lock;
+use holdfast_sys::failure::doing;
+use holdfast_sys::mount::{self, Mount};
 
 /// The plugins whose volumes the agent creates, and removes together with their contents.
 const AGENT_PLUGINS: [&str; 5] = [
@@ -141,11 +138,7 @@ fn unmount_key(point: &Path, flags: MntFlags) -> String {
 impl LinuxHost {
     /// Unmounts a pod's volumes and removes the files that the agent has created. Then unmounts
     /// global mounts that no pod uses: those of this pod, and leftovers of a killed agent.
-    pub(in crate::host) async fn tear_down(
-        &self,
-        uid: &str,
-        each: OnRemoval<'_>,
-    ) -> Result<(), HostError> {
+    pub(crate) async fn tear_down(&self, uid: &str, each: OnRemoval<'_>) -> Result<(), HostError> {
         let failed = || doing("volumes cannot be unmounted");
         self.cancel_setup(uid).await?;
         self.release_mapped(uid).await.map_err(failed())?;
@@ -288,7 +281,7 @@ impl LinuxHost {
     }
 
     /// Unmounts subPath mounts and a kubelet's mounts of block devices. Must precede the driver's unpublish call.
-    pub(in crate::host) async fn unbind_sub_paths(&self, uid: &str) -> Result<(), HostError> {
+    pub(crate) async fn unbind_sub_paths(&self, uid: &str) -> Result<(), HostError> {
         self.cancel_setup(uid).await?;
         self.release_mapped(uid).await?;
         let dir = self.pod_dir(uid)?.join("volume-subpaths");
@@ -298,7 +291,7 @@ impl LinuxHost {
     }
 
     /// Unmounts everything below a directory, but not a mount at the directory itself.
-    pub(in crate::host) async fn unmount_within(&self, dir: &Path) -> Result<(), HostError> {
+    pub(crate) async fn unmount_within(&self, dir: &Path) -> Result<(), HostError> {
         let (parent, name) = (dir.parent().unwrap_or(dir), dir.file_name());
         let parent = parent.to_owned();
         // Do not access the mount, which may hang.
@@ -439,14 +432,17 @@ fn unstage(pods: &Path, staged: &Mount) -> Result<bool, HostError> {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use std::time::Duration;
+
     use super::*;
-    use crate::core::pod::cgroup::Driver;
-    use crate::host::cgroups::Cgroups;
+    use crate::cgroups::Cgroups;
+    use crate::linux::FORCE_AFTER;
+    use holdfast_core::pod::cgroup::Driver;
     use std::os::fd::AsRawFd as _;
     use std::sync::mpsc::Receiver;
 
     /// The host with a root directory that is a symlink, as `/var/lib/kubelet` may be.
-    pub(in crate::host::volume) fn host(dir: &Path) -> LinuxHost {
+    pub(in crate::volume) fn host(dir: &Path) -> LinuxHost {
         fs::create_dir_all(dir.join("disk")).expect("mkdir");
         std::os::unix::fs::symlink("disk", dir.join("root")).expect("link");
         LinuxHost::new(
@@ -494,7 +490,7 @@ pub(super) mod tests {
     }
 
     /// A FUSE filesystem that never answers, and the open file that keeps it busy.
-    pub(in crate::host::volume) fn of_a_program(
+    pub(in crate::volume) fn of_a_program(
         point: &Path,
     ) -> Option<(fs::File, std::os::fd::OwnedFd)> {
         fs::create_dir_all(point).expect("mkdir");
@@ -715,10 +711,10 @@ pub(super) mod tests {
         let unbound = host.unbind_sub_paths("u").await;
         let is_mounted = |point: &Path| mount::is_mounted(point).expect("checked");
         let (left, published) = (is_mounted(&own), is_mounted(&of_driver));
-        let open = crate::sys::loop_device::of(&own).expect("checked");
+        let open = holdfast_sys::loop_device::of(&own).expect("checked");
         for device in [&held, &device] {
             // One loop device is already detached.
-            let _ = crate::sys::loop_device::detach(Path::new(device));
+            let _ = holdfast_sys::loop_device::detach(Path::new(device));
         }
         mount::unmount_all(&devices).expect("unmounted");
         assert_eq!(unbound, Ok(()));
@@ -739,7 +735,7 @@ pub(super) mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let host = host(dir.path());
         let dirs = csi::CsiDirs(host.root.clone());
-        let data = crate::core::volume::csi::VolumeData {
+        let data = holdfast_core::volume::csi::VolumeData {
             spec_vol_id: "pv".into(),
             volume_handle: "h".into(),
             driver_name: "d.example".into(),

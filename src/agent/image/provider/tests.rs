@@ -9,8 +9,8 @@ use k8s_openapi::api::core::v1::{Pod, ServiceAccount};
 use tempfile::TempDir;
 
 use super::*;
-use crate::agent::image::accounts::Accounts;
-use crate::kubeapi::pods::{ApiFailure, Token, TokenFor};
+use crate::image::accounts::Accounts;
+use holdfast_kubeapi::pods::{ApiFailure, Token, TokenFor};
 
 /// An API with one service account, `bot`, that counts the tokens it issues.
 #[derive(Default)]

@@ -13,9 +13,9 @@ use rcgen::{KeyPair, PublicKeyData as _};
 use serde_json::Value;
 
 use super::Pair;
-use crate::config::Config;
-use crate::core::node::signing;
-use crate::sys::file;
+use holdfast_config::Config;
+use holdfast_core::node::signing;
+use holdfast_sys::file;
 
 /// Size limit of a kubeconfig, in bytes.
 const MAX_KUBECONFIG: u64 = 1 << 20;
@@ -136,7 +136,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
     use super::*;
-    use crate::config::{Overrides, load};
+    use holdfast_config::{Overrides, load};
 
     fn encoded(text: &str) -> String {
         base64::engine::general_purpose::STANDARD.encode(text)

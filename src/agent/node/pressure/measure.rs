@@ -4,12 +4,12 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::core::node::eviction::{Amount, Observations, Signal};
-use crate::core::serving::cgroup_stats::Depth;
-use crate::host::{HostError, blocking};
-use crate::sys::blocking_calls::BlockingCalls;
-use crate::sys::machine::Room;
-use crate::sys::meter;
+use holdfast_core::node::eviction::{Amount, Observations, Signal};
+use holdfast_core::serving::cgroup_stats::Depth;
+use holdfast_host::{HostError, blocking};
+use holdfast_sys::blocking_calls::BlockingCalls;
+use holdfast_sys::machine::Room;
+use holdfast_sys::meter;
 
 /// Timeout for reading a filesystem's usage.
 const FILESYSTEM_TIMEOUT: Duration = Duration::from_secs(2);

@@ -22,17 +22,17 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::agent::image::collect;
-use crate::agent::pod::dead_containers;
-use crate::agent::{Context, Kind};
-use crate::core::node::eviction::{
+use crate::image::collect;
+use crate::pod::dead_containers;
+use crate::{Context, Kind};
+use holdfast_core::node::eviction::{
     Amount, Assessment, Candidate, Observations, PodFigures, Pressure, Pressures, Resource,
     Settings, TerminatingPods, Threshold, Watch, annotations, explain, grace,
     growth_until_threshold, message, next_measurement, rank,
 };
-use crate::core::node::ledger::Eviction;
-use crate::core::pod;
-use crate::sys::memory_notice::MemoryNotices;
+use holdfast_core::node::ledger::Eviction;
+use holdfast_core::pod;
+use holdfast_sys::memory_notice::MemoryNotices;
 use measure::{Filesystems, Measured};
 
 /// The reason of eviction events and of an evicted pod's status.

@@ -11,15 +11,15 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use super::measure::Part;
-use crate::agent::{Context, Known};
-use crate::core::node::eviction::{Candidate, ContainerFigures, PodFigures, Resource};
-use crate::core::node::preempt::is_critical;
-use crate::core::pod;
-use crate::core::serving::cgroup_stats::{Depth, Usage};
-use crate::core::volume::local_storage;
-use crate::cri::Layer;
-use crate::host::blocking;
-use crate::sys::meter;
+use crate::{Context, Known};
+use holdfast_core::node::eviction::{Candidate, ContainerFigures, PodFigures, Resource};
+use holdfast_core::pod;
+use holdfast_core::pod::priority::is_critical;
+use holdfast_core::serving::cgroup_stats::{Depth, Usage};
+use holdfast_core::volume::local_storage;
+use holdfast_cri::Layer;
+use holdfast_host::blocking;
+use holdfast_sys::meter;
 
 /// Timeout for measuring the disk usage of pods. Usage that cannot be measured in this time counts as zero.
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -71,7 +71,7 @@ pub(super) async fn find(context: &Context, resource: Resource, part: Part) -> V
 }
 
 /// A pod, its cgroup if pods have one, and the names and cgroups of its containers.
-type Place = (Arc<Pod>, Option<String>, Vec<(String, String)>);
+type PodCgroups = (Arc<Pod>, Option<String>, Vec<(String, String)>);
 
 /// Reads the pods' usage of memory and process ids. A pod whose cgroup does not exist uses nothing. If pods have no
 /// cgroups, the usage is the sum of the pod's containers.
@@ -85,8 +85,8 @@ async fn in_cgroups(context: &Context, pods: Vec<(Arc<Pod>, Option<Known>)>) -> 
         let (containers, whole) = (containers.collect(), of(None));
         (pod, whole, containers)
     };
-    let places: Vec<Place> = pods.into_iter().map(place).collect();
-    let read = |(pod, cgroup, containers): Place| {
+    let places: Vec<PodCgroups> = pods.into_iter().map(place).collect();
+    let read = |(pod, cgroup, containers): PodCgroups| {
         let usage = match &cgroup {
             Some(cgroup) => meter::cgroup(cgroup, Depth::Summary)?,
             None => {

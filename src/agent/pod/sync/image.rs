@@ -9,13 +9,13 @@ use kube::ResourceExt as _;
 
 use super::prepare::node_config;
 use super::{Asset, Job, Result};
-use crate::agent::{Kind, image};
-use crate::core::fault::Fault;
-use crate::core::pod;
-use crate::core::pod::actions::Start;
-use crate::core::pod::cri_config;
-use crate::core::pod::journal::Step;
-use crate::core::pod::worker::Outcome;
+use crate::{Kind, image};
+use holdfast_core::fault::Fault;
+use holdfast_core::pod;
+use holdfast_core::pod::actions::Start;
+use holdfast_core::pod::cri_config;
+use holdfast_core::pod::journal::Step;
+use holdfast_core::pod::worker::Outcome;
 
 #[async_trait]
 impl image::SandboxMessage for Job {

@@ -19,69 +19,28 @@ mod stop;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use self::prepare::Setup;
+use super::asset::{Asset, Assets, Setup};
 use super::inbox::Inbox;
 use super::journal::Log;
 use super::status::StatusWriter;
 use super::{hooks, mirror};
-use crate::agent::image::Pulled;
-use crate::agent::node::ledger::Admission;
-use crate::agent::volume::objects::Fetched;
-use crate::agent::volume::{NotSetUp, SetUp, Volumes};
-use crate::agent::{Context, Kind};
-use crate::core::fault::Fault;
-use crate::core::lock::lock;
-use crate::core::node::admit::{NODE_AFFINITY, Refusal};
-use crate::core::pod;
-use crate::core::pod::journal::{Progress, Step};
-use crate::core::pod::observed::ObservedPod;
-use crate::core::pod::resize::Resizing;
-use crate::core::pod::worker::{Op, Outcome, Update};
-use crate::core::volume::attachment;
-
-/// A value that an operation produces for later ones. The worker's decisions do not depend on its content.
-pub enum Asset {
-    /// Cgroup, runtime handler and user namespace.
-    Setup(Arc<Setup>),
-    /// Volumes, ConfigMaps and Secrets.
-    Fetched(Arc<Fetched>),
-    /// A container's images, by its name.
-    Pulled(String, Arc<Pulled>),
-    /// A sandbox's id and the message that created it.
-    Sandbox(String, Arc<pb::PodSandboxConfig>),
-}
-
-/// The latest asset of each kind.
-#[derive(Clone, Default)]
-pub struct Assets {
-    setup: Option<Arc<Setup>>,
-    fetched: Option<Arc<Fetched>>,
-    pulled: BTreeMap<String, Arc<Pulled>>,
-    sandbox: Option<(String, Arc<pb::PodSandboxConfig>)>,
-}
-
-impl Assets {
-    /// The runtime handler of the pod; empty for the default.
-    pub fn handler(&self) -> &str {
-        self.setup.as_ref().map_or("", |setup| &setup.handler)
-    }
-
-    /// Stores an operation's asset.
-    pub fn keep(&mut self, asset: Asset) {
-        match asset {
-            Asset::Setup(setup) => self.setup = Some(setup),
-            Asset::Fetched(fetched) => self.fetched = Some(fetched),
-            Asset::Pulled(name, pulled) => _ = self.pulled.insert(name, pulled),
-            Asset::Sandbox(id, config) => self.sandbox = Some((id, config)),
-        }
-    }
-}
+use crate::node::ledger::Admission;
+use crate::volume::{NotSetUp, SetUp, Volumes};
+use crate::{Context, Kind};
+use holdfast_core::fault::Fault;
+use holdfast_core::lock::lock;
+use holdfast_core::node::admit::{NODE_AFFINITY, Refusal};
+use holdfast_core::pod;
+use holdfast_core::pod::journal::{Progress, Step};
+use holdfast_core::pod::observed::ObservedPod;
+use holdfast_core::pod::resize::Resizing;
+use holdfast_core::pod::worker::{Op, Outcome, Update};
+use holdfast_core::volume::attachment;
 
 /// State shared by all operations of one pod.
 pub struct Tools {
@@ -181,7 +140,7 @@ impl Job {
                 attempt,
                 ips,
             } => {
-                let place = start::Place {
+                let place = start::TargetSandbox {
                     sandbox,
                     attempt: *attempt,
                     ips,

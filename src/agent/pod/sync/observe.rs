@@ -6,13 +6,13 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::{Job, Result};
-use crate::agent::Kind;
-use crate::core::fault::Fault;
-use crate::core::lock::lock;
-use crate::core::pod;
-use crate::core::pod::journal::Step;
-use crate::core::pod::observed::{self, ContainerState};
-use crate::core::pod::worker::Outcome;
+use crate::Kind;
+use holdfast_core::fault::Fault;
+use holdfast_core::lock::lock;
+use holdfast_core::pod;
+use holdfast_core::pod::journal::Step;
+use holdfast_core::pod::observed::{self, ContainerState};
+use holdfast_core::pod::worker::Outcome;
 
 impl Job {
     /// Reads the pod from the runtime. If `logs` is set, reads the number of attempts from the log directory for

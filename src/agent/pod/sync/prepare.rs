@@ -3,26 +3,16 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use super::{Asset, Job, Result};
-use crate::agent::Context;
-use crate::core::fault::Fault;
-use crate::core::pod;
-use crate::core::pod::cri_config;
-use crate::core::pod::journal::Step;
-use crate::core::pod::memory_qos::MemoryQos;
-use crate::core::pod::resize;
-use crate::core::pod::users::Mappings;
-use crate::core::pod::worker::Outcome;
-
-/// The settings of the pod's sandbox and containers.
-pub struct Setup {
-    /// The pod's cgroup in the driver's notation; empty if pods have no cgroups.
-    cgroup_parent: String,
-    /// The runtime handler; empty for the default.
-    pub handler: String,
-    /// The id mappings of the pod's user namespace, if it has one.
-    users: Option<Mappings>,
-}
+use super::{Asset, Job, Result, Setup};
+use crate::Context;
+use holdfast_core::fault::Fault;
+use holdfast_core::pod;
+use holdfast_core::pod::cri_config;
+use holdfast_core::pod::journal::Step;
+use holdfast_core::pod::memory_qos::MemoryQos;
+use holdfast_core::pod::resize;
+use holdfast_core::pod::users::Mappings;
+use holdfast_core::pod::worker::Outcome;
 
 impl Job {
     /// Prepares a sandbox: determines its settings, and creates cgroup and directories.

@@ -5,11 +5,11 @@ use std::fmt::Display;
 use kube::ResourceExt as _;
 
 use super::{Job, Result};
-use crate::core::fault::Fault;
-use crate::core::pod;
-use crate::core::pod::journal::Step;
-use crate::core::pod::worker::Outcome;
-use crate::cri::RuntimeError;
+use holdfast_core::fault::Fault;
+use holdfast_core::pod;
+use holdfast_core::pod::journal::Step;
+use holdfast_core::pod::worker::Outcome;
+use holdfast_cri::RuntimeError;
 
 impl Job {
     /// Releases volumes and cgroup. With `content`, for a pod that leaves the node, also
@@ -22,7 +22,7 @@ impl Job {
                 self.tools.starts.wait().await;
                 self.remove_from_runtime().await?;
             }
-            let torn_down = crate::agent::volume::tear_down(context, pod::uid(pod));
+            let torn_down = crate::volume::tear_down(context, pod::uid(pod));
             torn_down.await.map_err(|e| Fault::later(e.to_string()))?;
             let remove = context.host.remove_cgroup(pod);
             let removed = self.count_cgroup("destroy", remove).await;

@@ -2,14 +2,14 @@
 //! resized, then growing ones, and finally the pod's cgroup shrinks (KEP-1287).
 
 use super::{Job, Result};
-use crate::agent::Kind;
-use crate::core::fault::Fault;
-use crate::core::pod;
-use crate::core::pod::journal::Step;
-use crate::core::pod::resize::{Lowered, Sizes};
-use crate::core::pod::worker::Outcome;
-use crate::core::pod::{cri_config, resize};
-use crate::cri::RuntimeErrorKind;
+use crate::Kind;
+use holdfast_core::fault::Fault;
+use holdfast_core::pod;
+use holdfast_core::pod::journal::Step;
+use holdfast_core::pod::resize::{Lowered, Sizes};
+use holdfast_core::pod::worker::Outcome;
+use holdfast_core::pod::{cri_config, resize};
+use holdfast_cri::RuntimeErrorKind;
 
 impl Job {
     pub(super) async fn resize(&self, names: &[String], to: &Sizes) -> Result<Outcome> {

@@ -7,13 +7,13 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::{Asset, Job, Result};
-use crate::agent::Kind;
-use crate::core::fault::Fault;
-use crate::core::node::claims::has_claims;
-use crate::core::pod;
-use crate::core::pod::journal::{Progress, Step};
-use crate::core::pod::worker::Outcome;
-use crate::core::pod::{cri_config, dns};
+use crate::Kind;
+use holdfast_core::fault::Fault;
+use holdfast_core::node::claims::has_claims;
+use holdfast_core::pod;
+use holdfast_core::pod::journal::{Progress, Step};
+use holdfast_core::pod::worker::Outcome;
+use holdfast_core::pod::{cri_config, dns};
 
 /// More than a runtime takes to create a sandbox while no network plugin hangs. containerd (1.6 to 2.2)
 /// calls the plugins and then starts the sandbox's shim. If the call is cancelled during that start, the

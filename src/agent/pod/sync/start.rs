@@ -13,22 +13,22 @@ use tokio::sync::oneshot;
 use tracing::Instrument as _;
 
 use super::{Job, Result, hook_address, hooks};
-use crate::agent::image::{Pulled, Waiting};
-use crate::agent::pod::journal::Log;
-use crate::agent::volume::objects::Fetched;
-use crate::agent::{Context, Kind};
-use crate::core::fault::Fault;
-use crate::core::node::claims::has_claims;
-use crate::core::pod::actions::Start;
-use crate::core::pod::env::{self, FieldContext};
-use crate::core::pod::journal::Step;
-use crate::core::pod::observed::{self, ContainerState, ObservedPod};
-use crate::core::pod::worker::Outcome;
-use crate::core::pod::{self, Role};
-use crate::core::pod::{cri_config, dns};
-use crate::core::volume::resolved::Source;
-use crate::cri::{RuntimeError, RuntimeErrorKind};
-use crate::host::SubPath;
+use crate::image::{Pulled, Waiting};
+use crate::pod::journal::Log;
+use crate::volume::objects::Fetched;
+use crate::{Context, Kind};
+use holdfast_core::fault::Fault;
+use holdfast_core::node::claims::has_claims;
+use holdfast_core::pod::actions::Start;
+use holdfast_core::pod::env::{self, FieldContext};
+use holdfast_core::pod::journal::Step;
+use holdfast_core::pod::observed::{self, ContainerState, ObservedPod};
+use holdfast_core::pod::worker::Outcome;
+use holdfast_core::pod::{self, Role};
+use holdfast_core::pod::{cri_config, dns};
+use holdfast_core::volume::resolved::Source;
+use holdfast_cri::{RuntimeError, RuntimeErrorKind};
+use holdfast_host::SubPath;
 
 /// Maximum time to wait for the runtime to complete a cancelled start.
 const CANCELLED_START_TIMEOUT: Duration = Duration::from_secs(10);
@@ -37,7 +37,7 @@ const CANCELLED_START_TIMEOUT: Duration = Duration::from_secs(10);
 const STARTED_STATUS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The sandbox of a container.
-pub(super) struct Place<'a> {
+pub(super) struct TargetSandbox<'a> {
     /// The runtime's id of the sandbox.
     pub sandbox: &'a str,
     /// How many sandboxes the pod had before.
@@ -58,7 +58,7 @@ pub(super) fn waiting(waiting: Waiting) -> Outcome {
 
 impl Job {
     /// Creates and starts one container whose images and volumes are ready, and runs its postStart hook.
-    pub(super) async fn start(&self, start: &Start, place: &Place<'_>) -> Result<Outcome> {
+    pub(super) async fn start(&self, start: &Start, place: &TargetSandbox<'_>) -> Result<Outcome> {
         let name = &start.container.name;
         let missing = |what: &str| Fault::later(format!("container {name} has no {what} yet"));
         let pulled = self.assets.pulled.get(name).ok_or(missing("image"))?;

@@ -6,14 +6,14 @@ use k8s_openapi::api::core::v1::{Container, LifecycleHandler};
 use std::time::Duration;
 
 use super::{Job, Result, hook_address, hooks};
-use crate::agent::Kind;
-use crate::core::fault::Fault;
-use crate::core::pod;
-use crate::core::pod::Role;
-use crate::core::pod::actions::Kill;
-use crate::core::pod::journal::Step;
-use crate::core::pod::observed::ContainerState;
-use crate::core::pod::worker::Outcome;
+use crate::Kind;
+use holdfast_core::fault::Fault;
+use holdfast_core::pod;
+use holdfast_core::pod::Role;
+use holdfast_core::pod::actions::Kill;
+use holdfast_core::pod::journal::Step;
+use holdfast_core::pod::observed::ContainerState;
+use holdfast_core::pod::worker::Outcome;
 use tokio::time::Instant;
 
 /// Minimum grace period of a container, in seconds.

@@ -1,12 +1,12 @@
 //! The families of `/metrics/cadvisor` with one value for a cgroup, a
 //! filesystem or a disk: cAdvisor's names and help texts.
 
-use crate::core::serving::block_io::DiskCounters;
-use crate::core::serving::cgroup_stats::Usage;
-use crate::core::serving::exposition::Common;
-use crate::core::serving::machine_stats::Interface;
-use crate::core::serving::pressure::Pressure;
-use crate::sys::meter::{Filesystem, Processes};
+use holdfast_core::serving::block_io::DiskCounters;
+use holdfast_core::serving::cgroup_stats::Usage;
+use holdfast_core::serving::exposition::Common;
+use holdfast_core::serving::machine_stats::Interface;
+use holdfast_core::serving::pressure::Pressure;
+use holdfast_sys::meter::{Filesystem, Processes};
 
 /// Units per second.
 pub(super) const NANO: f64 = 1e9;

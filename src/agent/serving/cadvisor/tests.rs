@@ -7,11 +7,11 @@ use k8s_openapi::api::core::v1::Pod;
 
 use super::super::figures::{ContainerFigures, PodFigures, SandboxFigures, SystemFigures};
 use super::*;
-use crate::core::serving::block_io;
-use crate::core::serving::cgroup_stats::{self, Texts};
-use crate::core::serving::machine_stats::Interface;
-use crate::sys::machine::Room;
-use crate::sys::meter::{Filesystem, Whole};
+use holdfast_core::serving::block_io;
+use holdfast_core::serving::cgroup_stats::{self, Texts};
+use holdfast_core::serving::machine_stats::Interface;
+use holdfast_sys::machine::Room;
+use holdfast_sys::meter::{Filesystem, Whole};
 
 /// The cgroup v2 files of a container.
 fn usage() -> Usage {

@@ -5,11 +5,11 @@ use std::collections::HashMap;
 use k8s_openapi::api::storage::v1::CSIDriver;
 use tokio::time::Instant;
 
-use crate::agent::Context;
-use crate::agent::metrics::VolumeOperation;
-use crate::agent::volume::attached;
-use crate::core::volume::csi::{self, VolumeData};
-use crate::kubeapi::pods::Attachment;
+use crate::Context;
+use crate::metrics::VolumeOperation;
+use crate::volume::attached;
+use holdfast_core::volume::csi::{self, VolumeData};
+use holdfast_kubeapi::pods::Attachment;
 
 /// Why a volume is not attached yet.
 pub(super) struct NotAttached {

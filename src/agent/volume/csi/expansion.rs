@@ -5,11 +5,11 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 
 use super::{Wanted, run_uncancelled, secret};
-use crate::agent::Context;
-use crate::agent::volume::growth::{self, Expansion, ExpansionFailed};
-use crate::core::volume::claims::Grown;
-use crate::core::volume::csi;
-use crate::core::volume::resolved::Problem;
+use crate::Context;
+use crate::volume::growth::{self, Expansion, ExpansionFailed};
+use holdfast_core::volume::csi;
+use holdfast_core::volume::resize::Grown;
+use holdfast_core::volume::resolved::Problem;
 
 /// Expands the filesystem if its volume was expanded, and reports the result. `waits` is whether the pod's containers
 /// wait for the volume. See [`Expansion::attempt`].

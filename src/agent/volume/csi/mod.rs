@@ -21,23 +21,23 @@ use tokio::time::Instant;
 
 pub use registry::run;
 
-use crate::agent::Context;
-use crate::agent::metrics::VolumeOperation;
-use crate::agent::serving::VolumeFigures;
-use crate::agent::volume::VolumeSetUp;
-use crate::agent::volume::reported::Reported;
-use crate::core::fault::Fault;
-use crate::core::lock::lock;
-use crate::core::pod;
-use crate::core::volume::csi::{self, NodeCapabilities, Volume};
-use crate::core::volume::expansion::Expansions;
-use crate::core::volume::resolved::Problem;
-use crate::csi::{CsiError, Driver, NodeInfo};
-use crate::host::volume::csi::{CsiDirs, Published, is_mounted, labels_files};
-use crate::host::{HostError, blocking};
-use crate::kubeapi::pods::TokenFor;
-use crate::sys::blocking_calls::BlockingCalls;
-use crate::sys::machine::Room;
+use crate::Context;
+use crate::metrics::VolumeOperation;
+use crate::serving::VolumeFigures;
+use crate::volume::VolumeSetUp;
+use crate::volume::reported::Reported;
+use holdfast_core::fault::Fault;
+use holdfast_core::lock::lock;
+use holdfast_core::pod;
+use holdfast_core::volume::csi::{self, NodeCapabilities, Volume};
+use holdfast_core::volume::expansion::Expansions;
+use holdfast_core::volume::resolved::Problem;
+use holdfast_csi::{CsiError, Driver, NodeInfo};
+use holdfast_host::volume::csi::{CsiDirs, Published, is_mounted, labels_files};
+use holdfast_host::{HostError, blocking};
+use holdfast_kubeapi::pods::TokenFor;
+use holdfast_sys::blocking_calls::BlockingCalls;
+use holdfast_sys::machine::Room;
 
 /// Why a volume cannot be released or queried yet.
 #[derive(Debug, thiserror::Error)]
@@ -84,18 +84,18 @@ struct Registered {
 }
 
 /// Pod uid and directory name of a published volume.
-type Place = (String, String);
+type VolumeKey = (String, String);
 
 /// The drivers of this node, and their published volumes.
 pub struct Csi {
     drivers: Mutex<BTreeMap<String, Registered>>,
     /// All volumes that are or may be published: those recorded on disk when the agent started, and later ones.
-    published: Mutex<BTreeMap<Place, Published>>,
+    published: Mutex<BTreeMap<VolumeKey, Published>>,
     /// The unique names of volumes that drivers have staged since their registration.
     staged: Mutex<BTreeSet<String>>,
     /// Volumes published since the agent started whose target is not a mount point:
     /// their state is not visible in the mount table.
-    unmounted: Mutex<BTreeSet<Place>>,
+    unmounted: Mutex<BTreeSet<VolumeKey>>,
     /// Volumes that are still staged, but not used by any pod, by their unique names.
     staged_without_pod: Mutex<BTreeMap<String, Published>>,
     /// Those of them that still need a task to unstage them.
@@ -122,7 +122,7 @@ impl Csi {
     #[must_use]
     pub fn new(root: &Path) -> Csi {
         let dirs = CsiDirs(root.into());
-        let published: BTreeMap<Place, Published> =
+        let published: BTreeMap<VolumeKey, Published> =
             dirs.published().into_iter().map(|p| (p.key(), p)).collect();
         // Volumes that an earlier agent could not unstage.
         let mut to_unstage = dirs.staged_volumes();
@@ -269,7 +269,7 @@ impl Csi {
     }
 
     /// The unique names of published or staged volumes that have an attachment.
-    fn attached(&self, published: &BTreeMap<Place, Published>) -> BTreeSet<String> {
+    fn attached(&self, published: &BTreeMap<VolumeKey, Published>) -> BTreeSet<String> {
         let staged_without_pod = lock(&self.staged_without_pod);
         let all = published.values().chain(staged_without_pod.values());
         let attached = all.filter(|v| !v.data.attachment_id.is_empty());

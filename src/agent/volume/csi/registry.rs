@@ -18,12 +18,12 @@ use tokio::time::Instant;
 use super::Csi;
 use super::Registered;
 use super::lock;
-use crate::agent::{Context, NodeApi, register_device_plugin, register_resource_driver};
-use crate::core::backoff::Doubling;
-use crate::core::volume::csi::{self, Drivers};
-use crate::csi::{Driver, Plugin, Report, get_plugin_info, notify_registration_status};
-use crate::host::blocking;
-use crate::sys::watch::Changes;
+use crate::{Context, NodeApi, register_device_plugin, register_resource_driver};
+use holdfast_core::backoff::Doubling;
+use holdfast_core::volume::csi::{self, Drivers};
+use holdfast_csi::{Driver, Plugin, Report, get_plugin_info, notify_registration_status};
+use holdfast_host::blocking;
+use holdfast_sys::watch::Changes;
 
 /// Maximum time between scans of the registration directory.
 const SCAN_INTERVAL: Duration = Duration::from_secs(60);

@@ -10,13 +10,13 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::{Csi, VolumeError, failed, unique_name};
-use crate::agent::Context;
-use crate::agent::metrics::VolumeOperation;
-use crate::core::backoff::Doubling;
-use crate::core::lock::lock;
-use crate::core::repeated::RepeatedFailures;
-use crate::host::blocking;
-use crate::host::volume::csi::Published;
+use crate::Context;
+use crate::metrics::VolumeOperation;
+use holdfast_core::backoff::Doubling;
+use holdfast_core::lock::lock;
+use holdfast_core::repeated::RepeatedFailures;
+use holdfast_host::blocking;
+use holdfast_host::volume::csi::Published;
 
 /// Back-off between attempts; the maximum is the kubelet's.
 const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(122));

@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use serde_json::{Map, Value, json};
 
-use crate::control::api::error::ApiError;
+use crate::api::error::ApiError;
 
 /// How a list is merged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

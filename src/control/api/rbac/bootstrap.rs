@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::control::api::object::{list, meta, text};
+use crate::api::object::{list, meta, text};
 
 /// The user with which the apiserver calls the nodes' agents; it has no other permissions.
 pub const NODE_CLIENT: &str = "kube-apiserver-kubelet-client";

@@ -257,7 +257,7 @@ mod tests {
     use proptest::sample::select;
 
     use super::*;
-    use crate::control::api::auth::Attributes;
+    use crate::api::auth::Attributes;
 
     fn words(list: &[&'static str]) -> impl Strategy<Value = Vec<String>> {
         vec(select(list.to_vec()).prop_map(String::from), 0..4)

@@ -5,10 +5,10 @@ use serde_json::Value;
 
 use super::covers::{HeldObjects, HeldPaths, MAX_STEPS, Steps, TooManySteps};
 use super::{GROUP, KINDS, Rbac, Rule, gathered, objects, rules};
-use crate::control::api::auth::{Attributes, User};
-use crate::control::api::error::{ApiError, FieldError};
-use crate::control::api::object::{self, at, text};
-use crate::control::store::Store;
+use crate::api::auth::{Attributes, User};
+use crate::api::error::{ApiError, FieldError};
+use crate::api::object::{self, at, text};
+use crate::store::Store;
 
 /// The permissions that a write grants, and the verb that allows it without holding them.
 struct GrantedRules {

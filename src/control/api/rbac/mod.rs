@@ -10,8 +10,8 @@ use serde_json::Value;
 use super::auth::{Attributes, User};
 use super::object::{at, list, text};
 use super::selector::Selector;
-use crate::control::store::Store;
-use crate::core::lock::lock;
+use crate::store::Store;
+use holdfast_core::lock::lock;
 
 mod bootstrap;
 mod covers;

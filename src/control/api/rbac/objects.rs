@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::control::api::error::FieldError;
-use crate::control::api::object::{self, list, text};
+use crate::api::error::FieldError;
+use crate::api::object::{self, list, text};
 
 type Column = (&'static str, &'static str, u8);
 type Errors = Vec<FieldError>;
@@ -14,11 +14,7 @@ pub fn defaults(kind: &str, object: &mut Value) {
         return;
     }
     if let Some(role) = object.get_mut("roleRef").filter(|r| r.is_object()) {
-        crate::control::api::defaults::default(
-            role,
-            "apiGroup",
-            json!("rbac.authorization.k8s.io"),
-        );
+        crate::api::object::set_default(role, "apiGroup", json!("rbac.authorization.k8s.io"));
     }
     for subject in object
         .get_mut("subjects")
@@ -32,7 +28,7 @@ pub fn defaults(kind: &str, object: &mut Value) {
             "rbac.authorization.k8s.io"
         };
         if !group.is_empty() {
-            crate::control::api::defaults::default(subject, "apiGroup", json!(group));
+            crate::api::object::set_default(subject, "apiGroup", json!(group));
         }
     }
 }

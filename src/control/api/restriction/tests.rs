@@ -1,6 +1,6 @@
 use super::*;
-use crate::control::api::token::ISSUER;
-use crate::core::pod::references::tests::every_reference;
+use crate::api::token::ISSUER;
+use holdfast_core::pod::references::every::every_reference;
 use serde_json::json;
 
 /// Other stored objects, by key.

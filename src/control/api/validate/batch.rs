@@ -5,12 +5,12 @@ use std::collections::{HashMap, HashSet};
 use serde_json::Value;
 
 use super::{Errors, NOT_NEGATIVE, is_label, is_qualified, is_subdomain, pod};
-use crate::control::api::batch::{self, NAME_LABELS, UID_LABELS};
-use crate::control::api::error::FieldError;
-use crate::control::api::object::{at, list, put, text};
-use crate::control::api::selector::Selector;
-use crate::core::indexes::Indexes;
-use crate::core::schedule::Schedule;
+use crate::api::batch::{self, NAME_LABELS, UID_LABELS};
+use crate::api::error::FieldError;
+use crate::api::object::{at, list, put, text};
+use crate::api::selector::Selector;
+use holdfast_core::indexes::Indexes;
+use holdfast_core::schedule::Schedule;
 
 const ACTIONS: [&str; 4] = ["Count", "FailIndex", "FailJob", "Ignore"];
 const OPERATORS: [&str; 2] = ["In", "NotIn"];
@@ -73,7 +73,7 @@ pub(super) fn job(job: &Value, errors: &mut Errors) {
         }
     }
     if let Some(last) = number(spec, "completions").filter(|n| *n > 0 && indexed(spec)) {
-        let name = crate::control::api::object::name(job);
+        let name = crate::api::object::name(job);
         let host = format!("{name}-{}", last - 1);
         if !is_label(&host) {
             errors.push(FieldError::invalid(
@@ -94,7 +94,7 @@ fn labels_of(spec: &Value) -> std::collections::BTreeMap<String, String> {
 
 /// Checks the generated selector and the matching pod labels.
 fn generated(job: &Value, errors: &mut Errors) {
-    use crate::control::api::object::{name, uid};
+    use crate::api::object::{name, uid};
     let spec = &job["spec"];
     if spec["manualSelector"] == true || at(spec, &["selector"]).is_none() {
         return;
@@ -490,7 +490,7 @@ pub(super) fn cron_job(cron: &Value, errors: &mut Errors) {
     }
     // On creation only, so that an existing CronJob with an invalid name or time zone can still be changed.
     if at(cron, &["metadata", "resourceVersion"]).is_none() {
-        let name = crate::control::api::object::name(cron);
+        let name = crate::api::object::name(cron);
         if name.len() > MAX_CRON_NAME_LENGTH {
             let why = format!("must be no more than {MAX_CRON_NAME_LENGTH} characters");
             errors.push(FieldError::invalid("metadata.name", &name.into(), &why));

@@ -9,10 +9,10 @@ use serde_json::Value;
 
 use super::Errors;
 use super::batch::{invalid_without_value, not_negative};
-use crate::control::api::batch::has_condition;
-use crate::control::api::error::FieldError;
-use crate::control::api::object::{at, list, text};
-use crate::core::indexes::Indexes;
+use crate::api::batch::has_condition;
+use crate::api::error::FieldError;
+use crate::api::object::{at, list, text};
+use holdfast_core::indexes::Indexes;
 
 /// A job before and after the write.
 struct Write<'a> {

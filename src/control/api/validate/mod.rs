@@ -13,12 +13,12 @@ pub use status::status;
 pub use update::{ephemeral_update, resize, update};
 
 use super::error::FieldError;
+use super::labels::{LABEL, is_label, is_label_value};
 use super::object::{at, list, text};
 use super::resources::Resource;
 use super::selector::{self, Selector};
 
 const SUBDOMAIN: &str = "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start and end with an alphanumeric character (e.g. 'example.com', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*')";
-pub(super) const LABEL: &str = "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?')";
 const LABEL_VALUE: &str = "a valid label must be an empty string or consist of alphanumeric characters, '-', '_' or '.', and must start and end with an alphanumeric character (e.g. 'MyValue',  or 'my_value',  or '12345', regex used for validation is '(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?')";
 const KEY: &str = "a valid config key must consist of alphanumeric characters, '-', '_' or '.' (e.g. 'key.name',  or 'KEY_NAME',  or 'key-name', regex used for validation is '[-._a-zA-Z0-9]+')";
 
@@ -29,18 +29,6 @@ const NOT_NEGATIVE: &str = "must be greater than or equal to 0";
 const SEGMENT: &str = "may not be '.' or '..', and may not contain '/' or '%'";
 
 type Errors = Vec<FieldError>;
-
-/// Whether `name` is an RFC 1123 label.
-#[must_use]
-pub fn is_label(name: &str) -> bool {
-    let edge = |c: Option<char>| c.is_some_and(|c| c.is_ascii_lowercase() || c.is_ascii_digit());
-    name.len() <= 63
-        && edge(name.chars().next())
-        && edge(name.chars().last())
-        && name
-            .chars()
-            .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
-}
 
 /// Whether `name` is an RFC 1123 subdomain.
 #[must_use]
@@ -61,16 +49,6 @@ fn is_label_part(part: &str) -> bool {
         && part
             .chars()
             .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
-}
-
-pub(super) fn is_label_value(value: &str) -> bool {
-    let edge = |c: Option<char>| c.is_none_or(|c| c.is_ascii_alphanumeric());
-    value.len() <= 63
-        && edge(value.chars().next())
-        && edge(value.chars().last())
-        && value
-            .chars()
-            .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
 }
 
 fn is_qualified(key: &str) -> bool {

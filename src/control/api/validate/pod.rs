@@ -6,8 +6,8 @@ use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 
 use super::{Errors, rules};
-use crate::control::api::error::FieldError;
-use crate::control::api::object::{at, list, text};
+use crate::api::error::FieldError;
+use crate::api::object::{at, list, text};
 
 /// Scheduling gates: qualified names, and no node while a gate exists (KEP-3521).
 pub(super) fn gates(pod: &Value, errors: &mut Errors) {
@@ -72,14 +72,14 @@ pub(super) fn spec(spec: &Value, path: &str, restart: Option<&[&str]>, errors: &
 /// Pod-level resources: only supported ones, requests of at least the sum of the containers' requests, and limits of at
 /// least each container's limit (KEP-2837).
 fn whole(spec: &Value, path: &str, errors: &mut Errors) {
-    use crate::core::pod::resources::{Side, amounts, of_container, of_containers};
+    use holdfast_core::pod::resources::{Side, amounts, of_container, of_containers};
     for side in ["limits", "requests"] {
         for (name, value) in at(spec, &["resources", side])
             .and_then(Value::as_object)
             .into_iter()
             .flatten()
         {
-            if !crate::core::pod::resources::is_pod_level(name) {
+            if !holdfast_core::pod::resources::is_pod_level(name) {
                 let remedy = "only cpu, memory and hugepages-<size> can be set at the level of the pod; set this resource in a container";
                 errors.push(FieldError::invalid(
                     format!("{path}.resources.{side}[{name}]"),
@@ -93,7 +93,7 @@ fn whole(spec: &Value, path: &str, errors: &mut Errors) {
     let Ok(pod) = serde_json::from_value::<Pod>(json!({"spec": spec})) else {
         return;
     };
-    let spec = crate::core::pod::spec(&pod);
+    let spec = holdfast_core::pod::spec(&pod);
     let Some(resources) = &spec.resources else {
         return;
     };

@@ -6,9 +6,9 @@ use std::net::IpAddr;
 use serde_json::Value;
 
 use super::Errors;
-use crate::control::api::error::FieldError;
-use crate::control::api::object::{self, at, list, text};
-use crate::control::api::resources::Resource;
+use crate::api::error::FieldError;
+use crate::api::object::{self, at, list, text};
+use crate::api::resources::Resource;
 
 /// Validates a write to `/status`.
 #[must_use]
@@ -105,7 +105,7 @@ fn counts(new: &Value, errors: &mut Errors) {
 
 /// Quantities can be parsed and are not negative.
 fn amounts(new: &Value, field: &str, errors: &mut Errors) {
-    use crate::core::quantity::Quantity;
+    use holdfast_core::quantity::Quantity;
     let amounts = at(new, &["status", field]).and_then(Value::as_object);
     for (name, value) in amounts.into_iter().flatten() {
         let text = value.as_str().unwrap_or_default();

@@ -6,10 +6,10 @@ use std::collections::{HashMap, HashSet};
 use serde_json::Value;
 
 use super::Errors;
-use crate::control::api::error::FieldError;
-use crate::control::api::object::{at, list, put, text};
-use crate::control::api::resources::Resource;
-use crate::control::api::{certificates, rbac, storage};
+use crate::api::error::FieldError;
+use crate::api::object::{at, list, put, text};
+use crate::api::resources::Resource;
+use crate::api::{certificates, rbac, storage};
 
 /// Validates an update.
 #[must_use]
@@ -161,7 +161,7 @@ pub fn resize(old: &Value, new: &Value) -> Errors {
     }
     let class = |pod: &Value| {
         serde_json::from_value(pod["spec"].clone())
-            .map(|spec| crate::core::pod::qos::of(&spec).name())
+            .map(|spec| holdfast_core::pod::qos::of(&spec).name())
             .unwrap_or_default()
     };
     if class(old) != class(new) {

@@ -9,8 +9,8 @@ use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, 
 use kube::ResourceExt as _;
 
 use super::{bound_pods, claimed, in_use, listed};
-use crate::core::pod;
-use crate::core::volume::disks;
+use holdfast_core::pod;
+use holdfast_core::volume::disks;
 
 /// A disk that a pod needs.
 struct Need<'a> {

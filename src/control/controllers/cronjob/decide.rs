@@ -12,7 +12,7 @@ use kube::ResourceExt as _;
 
 use super::super::job::ended_with;
 use super::super::owned::owner;
-use crate::core::schedule::Schedule;
+use holdfast_core::schedule::Schedule;
 
 /// Annotation of a job with its scheduled time.
 const SCHEDULED: &str = "batch.kubernetes.io/cronjob-scheduled-timestamp";

@@ -16,10 +16,10 @@ use kube::api::{DeleteParams, PostParams};
 use kube::{Client, ResourceExt as _};
 
 use super::{Caches, Pending, any_change, controller_of, event};
-use crate::kubeapi::Api;
-use crate::kubeapi::cache::{Key, key, revision};
-use crate::kubeapi::client::code;
 use decide::{Observed, Plan, decide};
+use holdfast_kubeapi::Api;
+use holdfast_kubeapi::cache::{Key, key, revision};
+use holdfast_kubeapi::client::code;
 
 const COMPONENT: &str = "cronjob-controller";
 /// Maximum time between reconciliations without changes.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
 
-use crate::core::backoff::Doubling;
+use holdfast_core::backoff::Doubling;
 
 /// Initial and maximum back-off.
 const PAUSES: Doubling = Doubling::new(Duration::from_secs(10), Duration::from_secs(600));

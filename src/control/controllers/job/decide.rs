@@ -18,8 +18,8 @@ use super::super::replicaset::deletion_rank;
 use super::backoff::{self, Backoff};
 use super::pods::{self, New};
 use super::policy::{self, Verdict, verdict};
-use crate::core::indexes::Indexes;
-use crate::core::pod;
+use holdfast_core::indexes::Indexes;
+use holdfast_core::pod;
 
 /// Maximum number of pods to create or delete in one reconciliation.
 const MAX_PODS_AT_ONCE: usize = 500;
@@ -112,7 +112,7 @@ fn condition<'a>(status: &'a JobStatus, kind: &str) -> Option<&'a JobCondition> 
 }
 
 /// The terminal condition of a job, Complete or Failed, and when it was set.
-pub(in crate::control::controllers) fn ended_with(job: &Job) -> Option<(&str, Timestamp)> {
+pub(in crate::controllers) fn ended_with(job: &Job) -> Option<(&str, Timestamp)> {
     let status = job.status.as_ref()?;
     let end = condition(status, "Complete").or_else(|| condition(status, "Failed"))?;
     let since = end.last_transition_time.as_ref();

@@ -21,15 +21,15 @@ use tokio::time::Instant;
 
 use super::owned::{self, ByOwner, Failures, owner};
 use super::{Caches, Pending, any_change, event};
-use crate::control::api::selector::Selector;
-use crate::core::backoff::Doubling;
-use crate::core::lock::lock;
-use crate::kubeapi::Api;
-use crate::kubeapi::cache::{Key, key, revision};
-use crate::kubeapi::client::code;
+use crate::api::selector::Selector;
 use backoff::Backoff;
 pub(super) use decide::ended_with;
 use decide::{Observed, Plan, decide, expires, finished};
+use holdfast_core::backoff::Doubling;
+use holdfast_core::lock::lock;
+use holdfast_kubeapi::Api;
+use holdfast_kubeapi::cache::{Key, key, revision};
+use holdfast_kubeapi::client::code;
 
 const COMPONENT: &str = "job-controller";
 /// The value of `managedBy` for jobs of this controller.

@@ -9,7 +9,7 @@ use kube::ResourceExt as _;
 
 use super::super::owned::owner;
 use super::policy::{Verdict, verdict};
-use crate::core::pod;
+use holdfast_core::pod;
 
 /// Finalizer that keeps a pod until the job's status counts it.
 pub(super) const FINALIZER: &str = "batch.kubernetes.io/job-tracking";

@@ -7,7 +7,7 @@ use k8s_openapi::api::batch::v1::{
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod, PodCondition};
 use kube::ResourceExt as _;
 
-use crate::core::indexes::Indexes;
+use holdfast_core::indexes::Indexes;
 
 /// The effect of a pod's failure.
 #[derive(Debug, Clone, PartialEq, Eq)]

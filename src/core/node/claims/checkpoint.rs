@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::{Claim, Claims};
-use crate::core::digest::crc32;
+use crate::digest::crc32;
 
 /// File name, below the root directory.
 pub const FILE: &str = "dra_manager_state";

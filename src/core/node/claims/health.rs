@@ -8,8 +8,8 @@ use k8s_openapi::api::core::v1::Pod;
 
 use super::checkpoint::Device;
 use super::{Claims, resolve};
-use crate::core::pod;
-use crate::core::pod::status::devices::{DeviceHealth, Health, OfContainer, OfPod};
+use crate::pod;
+use crate::pod::status::devices::{DeviceHealth, Health, OfContainer, OfPod};
 
 /// How long a driver's report is valid by default, as in the kubelet. For the same time after the start of the agent,
 /// the health in existing pod statuses is kept.

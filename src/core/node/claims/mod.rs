@@ -17,8 +17,8 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 use k8s_openapi::api::resource::v1::ResourceClaim;
 
 use self::checkpoint::Device;
-use crate::core::meta;
-use crate::core::pod;
+use crate::meta;
+use crate::pod;
 
 /// Why a pod's claims cannot be prepared, unprepared or used; the messages are the kubelet's.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

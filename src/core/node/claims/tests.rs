@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::health::{DEFAULT_VALIDITY, DeviceReport, DriversHealth};
 use super::*;
-use crate::core::pod::status::devices::{DeviceHealth, Health};
+use crate::pod::status::devices::{DeviceHealth, Health};
 
 fn device(name: &str, requests: &[&str], cdi: &[&str]) -> Device {
     let list = |items: &[&str]| {
@@ -318,7 +318,7 @@ fn file() -> String {
     let data = data["Data"].as_str().expect("text");
     FILE.replace(
         "CHECKSUM",
-        &crate::core::digest::crc32(data.as_bytes()).to_string(),
+        &crate::digest::crc32(data.as_bytes()).to_string(),
     )
 }
 
@@ -334,7 +334,7 @@ fn the_kubelets_checkpoint_format_round_trips() {
     assert_eq!(names(&batches), ["d.example: one", "e.example: one"]);
     let empty = r#"{"Data":"{\"kind\":\"DRACheckpoint\",\"apiVersion\":\"checkpoint.dra.kubelet.k8s.io/v1\",\"ClaimInfoStateList\":null}","Checksum":CHECKSUM}"#;
     let data = r#"{"kind":"DRACheckpoint","apiVersion":"checkpoint.dra.kubelet.k8s.io/v1","ClaimInfoStateList":null}"#;
-    let checksum = crate::core::digest::crc32(data.as_bytes()).to_string();
+    let checksum = crate::digest::crc32(data.as_bytes()).to_string();
     let empty = checkpoint::read(&empty.replace("CHECKSUM", &checksum)).expect("none");
     assert_eq!(empty, Claims::default());
 }

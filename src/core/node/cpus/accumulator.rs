@@ -4,8 +4,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::core::cpuset::CpuSet;
-use crate::core::node::topology::{Cpus, Level, Topology, combinations};
+use crate::cpuset::CpuSet;
+use crate::node::topology::{Cpus, Level, Topology, combinations};
 
 /// How CPUs are chosen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::State;
-use crate::core::cpuset::{format_list, parse_list};
-use crate::core::digest::fnv32;
-use crate::core::node::checkpoint::Head;
+use crate::cpuset::{format_list, parse_list};
+use crate::digest::fnv32;
+use crate::node::checkpoint::Head;
 
 /// File name, below the root directory.
 pub const FILE: &str = "cpu_manager_state";

@@ -18,10 +18,10 @@ use accumulator::take;
 use super::admit::{Refusal, reject, unexpected_error};
 use super::hints::{Count, Hint, Hints, NodeMask, Policy, Provider, Subject, max_concurrent};
 use super::topology::{Level, Topology};
-use crate::core::cpuset::{CpuSet, format_list};
-use crate::core::pod::qos;
-use crate::core::pod::resources::{Side, of_container};
-use crate::core::pod::{self, Role};
+use crate::cpuset::{CpuSet, format_list};
+use crate::pod::qos;
+use crate::pod::resources::{Side, of_container};
+use crate::pod::{self, Role};
 
 /// `cpuManagerPolicyOptions` of the static policy.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

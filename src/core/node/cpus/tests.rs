@@ -12,13 +12,13 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::core::cpuset::parse_list;
-use crate::core::node::devices::Devices;
-use crate::core::node::hints::{Alignment, Scope};
-use crate::core::node::managers::{self, Checkpoints, Machine, Managers};
-use crate::core::node::topology::Cpu;
-use crate::core::pod::pinning::Pinning;
-use crate::core::pod::resize::Infeasible;
+use crate::cpuset::parse_list;
+use crate::node::devices::Devices;
+use crate::node::hints::{Alignment, Scope};
+use crate::node::managers::{self, Checkpoints, Machine, Managers};
+use crate::node::topology::Cpu;
+use crate::pod::pinning::Pinning;
+use crate::pod::resize::Infeasible;
 
 fn set(text: &str) -> CpuSet {
     parse_list(text).expect("a list")
@@ -340,7 +340,7 @@ fn cpus_of_running_containers_are_not_resized() {
 }
 
 fn aligned(policy: Policy, scope: Scope, options: Options) -> Managers {
-    let alignment = crate::core::node::hints::Rules {
+    let alignment = crate::node::hints::Rules {
         policy,
         scope,
         closest: false,
@@ -405,7 +405,7 @@ fn pods_that_do_not_fit_numa_nodes_are_rejected_as_the_policy_requires() {
 
 #[test]
 fn too_many_numa_nodes_are_rejected() {
-    let rules = crate::core::node::hints::Rules {
+    let rules = crate::node::hints::Rules {
         policy: Policy::BestEffort,
         scope: Scope::Pod,
         closest: false,
@@ -468,7 +468,7 @@ proptest! {
         };
         let alignment = [None, Some(Policy::BestEffort), Some(Policy::Restricted), Some(Policy::SingleNode)][usize::from(policy)];
         let mut rules = rules(options, &all.first().expect("a processor").to_string());
-        rules.alignment = alignment.map(|policy| crate::core::node::hints::Rules {
+        rules.alignment = alignment.map(|policy| crate::node::hints::Rules {
             policy,
             scope: if pod_scope { Scope::Pod } else { Scope::Container },
             closest: false,

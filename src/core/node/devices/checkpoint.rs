@@ -7,7 +7,7 @@ use std::fmt::{Display, Write as _};
 
 use serde::{Deserialize, Serialize};
 
-use crate::core::digest::fnv32;
+use crate::digest::fnv32;
 
 /// The whole file.
 #[derive(Debug, Serialize, Deserialize)]

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::{Allocations, Devices};
-use crate::core::pod::status::devices::{Health, OfContainer, OfPod};
+use crate::pod::status::devices::{Health, OfContainer, OfPod};
 
 impl Devices {
     /// Health of the devices of a pod's containers; allocations without a response from the plugin are omitted.

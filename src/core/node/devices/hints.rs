@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 use super::super::admit::Refusal;
 use super::super::hints::{Count, Hint, Hints, NodeMask, Provider, Subject, max_concurrent};
 use super::{Devices, Resource, Slot, wanted};
-use crate::core::pod::{self, Role};
+use crate::pod::{self, Role};
 
 /// The devices as a hint provider.
 pub struct NearNodes<'a> {

@@ -19,10 +19,10 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::admit::Refusal;
 use super::capacity::is_extended;
-use crate::core::pod::resources::Amounts;
-use crate::core::pod::{self, Role};
-use crate::core::quantity::Quantity;
-use crate::core::time;
+use crate::pod::resources::Amounts;
+use crate::pod::{self, Role};
+use crate::quantity::Quantity;
+use crate::time;
 pub use hints::NearNodes;
 pub use responses::DeviceConfig;
 

@@ -2,7 +2,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::core::node::hints::{Hint, Provider as _, Subject};
+use crate::node::hints::{Hint, Provider as _, Subject};
 
 const THING: &str = "example.com/thing";
 
@@ -525,7 +525,7 @@ proptest! {
 
 #[test]
 fn device_health_follows_the_plugin() {
-    use crate::core::pod::status::devices::Health;
+    use crate::pod::status::devices::Health;
 
     let mut devices = with(&["a", "b"]);
     let pod = plain("p", 1);

@@ -5,10 +5,11 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 
 use super::{
-    ApiFacts, Certificate, Disk, Facts, Finding, NetworkFacts, Port, RuntimeFacts, Severity,
+    ApiFacts, Certificate, Disk, Facts, Finding, NetworkFacts, Port, RuntimeFacts, Severity, fault,
+    ok,
 };
-use crate::core::pod::dns::{self, Resolver};
-use crate::core::time::shown;
+use crate::pod::dns::{self, Resolver};
+use crate::time::shown;
 
 /// Controllers that the limits of pods need.
 pub(super) const CONTROLLERS: [&str; 4] = ["cpu", "cpuset", "memory", "pids"];
@@ -24,32 +25,6 @@ const MIN_AVAILABLE_PERCENT: (u64, u64) = (10, 5);
 const MIN_AVAILABLE_PERCENT_FOR_IMAGES: u64 = 15;
 /// Purpose of the image filesystem.
 const IMAGES: &str = "images";
-
-pub(super) fn ok(subject: &'static str, found: impl Into<String>) -> Finding {
-    Finding {
-        subject,
-        severity: Severity::Ok,
-        found: found.into(),
-        leads_to: None,
-        remedy: None,
-    }
-}
-
-pub(super) fn fault(
-    severity: Severity,
-    subject: &'static str,
-    found: impl Into<String>,
-    leads_to: impl Into<String>,
-    remedy: impl Into<String>,
-) -> Finding {
-    Finding {
-        subject,
-        severity,
-        found: found.into(),
-        leads_to: Some(leads_to.into()),
-        remedy: Some(remedy.into()),
-    }
-}
 
 pub(super) fn configuration(facts: &Facts) -> Vec<Finding> {
     let refused = facts.refusals.iter().map(|why| Finding {

@@ -6,8 +6,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use super::evaluate::{fault, ok};
-use super::{Finding, RuntimeFacts, Severity};
+use super::{Finding, RuntimeFacts, Severity, fault, ok};
 
 /// The runtime's configuration.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -16,11 +16,11 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Pod, Taint};
 
-use super::preempt::is_critical;
 use super::taints::tolerates;
-use crate::core::pod;
-use crate::core::pod::qos::{self, QosClass};
-use crate::core::quantity::Quantity;
+use crate::pod;
+use crate::pod::priority::is_critical;
+use crate::pod::qos::{self, QosClass};
+use crate::quantity::Quantity;
 
 pub use ranking::{
     Candidate, ContainerFigures, PodFigures, annotations, explain, grace, message, rank,

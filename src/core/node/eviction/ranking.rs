@@ -7,11 +7,11 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::{Amount, Resource, Settings, Threshold};
-use crate::core::node::preempt::is_critical;
-use crate::core::pod;
-use crate::core::pod::resources::{Side, of_container, requests};
-use crate::core::quantity::Quantity;
-use crate::core::time;
+use crate::pod;
+use crate::pod::priority::is_critical;
+use crate::pod::resources::{Side, of_container, requests};
+use crate::quantity::Quantity;
+use crate::time;
 
 /// Number of pods of a ranking that logs and annotations list.
 const MAX_LISTED: usize = 5;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::Pressure;
-use crate::core::time;
+use crate::time;
 
 /// How long to wait for a pod after its grace period, for stopping containers and releasing resources.
 const CLEANUP: Duration = Duration::from_secs(30);

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::{Amount, Resource, Signal};
-use crate::core::quantity::Quantity;
-use crate::core::time::duration;
+use crate::quantity::Quantity;
+use crate::time::duration;
 
 /// Default of `evictionHard`.
 pub const DEFAULT_HARD: [(&str, &str); 5] = [

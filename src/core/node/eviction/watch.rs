@@ -154,10 +154,10 @@ mod tests {
     fn settings() -> Settings {
         let threshold = |signal, value: u64, grace, reclaim: u64| Threshold {
             signal,
-            value: Value::Absolute(crate::core::quantity::Quantity::from_bytes(value)),
+            value: Value::Absolute(crate::quantity::Quantity::from_bytes(value)),
             grace: Duration::from_secs(grace),
             min_reclaim: (reclaim > 0)
-                .then(|| Value::Absolute(crate::core::quantity::Quantity::from_bytes(reclaim))),
+                .then(|| Value::Absolute(crate::quantity::Quantity::from_bytes(reclaim))),
         };
         Settings {
             thresholds: vec![

@@ -34,7 +34,7 @@ fn row(text: &str) -> (u32, Vec<u64>) {
 }
 
 /// A hint of the data: the numbers of its nodes, then `+` if preferred or `-` if not.
-pub(in crate::core::node) fn hint(text: &str) -> Hint {
+pub(in crate::node) fn hint(text: &str) -> Hint {
     let (nodes, sign) = text.split_at(text.len() - 1);
     let digits = nodes.chars().filter_map(|c| c.to_digit(10));
     Hint {

@@ -1,7 +1,7 @@
 use super::*;
-use crate::core::node::eviction::{Pressure, Pressures};
-use crate::core::pod::resize::{INFEASIBLE, Infeasible};
-use crate::core::pod::resources::Amounts;
+use crate::node::eviction::{Pressure, Pressures};
+use crate::pod::resize::{INFEASIBLE, Infeasible};
+use crate::pod::resources::Amounts;
 use k8s_openapi::api::core::v1::Node;
 use serde_json::json;
 

@@ -3,10 +3,10 @@ use std::collections::BTreeMap;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::core::node::cpus::Options;
-use crate::core::node::devices::Device;
-use crate::core::node::hints::Policy;
-use crate::core::node::topology::{Cpu, MemoryNode};
+use crate::node::cpus::Options;
+use crate::node::devices::Device;
+use crate::node::hints::Policy;
+use crate::node::topology::{Cpu, MemoryNode};
 
 const THING: &str = "example.com/thing";
 const MI: u64 = 1 << 20;

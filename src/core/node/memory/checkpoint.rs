@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::{Allocations, Block, NodeState, State, Table};
-use crate::core::digest::fnv32;
-use crate::core::node::checkpoint::Head;
+use crate::digest::fnv32;
+use crate::node::checkpoint::Head;
 
 /// File name, below the root directory.
 pub const FILE: &str = "memory_manager_state";

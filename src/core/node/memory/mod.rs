@@ -16,10 +16,10 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 use super::admit::{Refusal, unexpected_error};
 use super::hints::{Count, Hint, Hints, NodeMask, Provider, Subject, max_concurrent};
 use super::topology::Topology;
-use crate::core::cpuset::CpuSet;
-use crate::core::pod::qos;
-use crate::core::pod::resources::{Amounts, Side, of_container};
-use crate::core::pod::{self, Role};
+use crate::cpuset::CpuSet;
+use crate::pod::qos;
+use crate::pod::resources::{Amounts, Side, of_container};
+use crate::pod::{self, Role};
 pub use rules::{Reserved, Rules, is_memory, set_aside};
 pub use state::{Allocations, Block, NodeState, State, Table};
 

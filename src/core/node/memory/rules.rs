@@ -7,8 +7,8 @@ use super::super::capacity::{Limits, MachineSize, huge_page_resource};
 use super::super::eviction::{self, Resource};
 use super::super::topology::{MemoryNode, Topology};
 use super::{NodeState, State, Table};
-use crate::core::pod::resources::Amounts;
-use crate::core::quantity::Quantity;
+use crate::pod::resources::Amounts;
+use crate::quantity::Quantity;
 
 /// Maximum number of NUMA nodes; all combinations of nodes are tried.
 const MAX_NODES: usize = 16;

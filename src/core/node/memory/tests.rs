@@ -15,15 +15,15 @@ use serde_json::{Value, json};
 
 use super::checkpoint;
 use super::*;
-use crate::core::node::capacity::{Limits, MachineSize};
-use crate::core::node::devices::Devices;
-use crate::core::node::eviction::{DEFAULT_HARD, ThresholdSettings, parse};
-use crate::core::node::hints::tests::hint;
-use crate::core::node::hints::{self, Policy, Scope};
-use crate::core::node::managers::{self, Checkpoints, Machine, Managers};
-use crate::core::node::topology::MemoryNode;
-use crate::core::pod::resize::Infeasible;
-use crate::core::quantity::Quantity;
+use crate::node::capacity::{Limits, MachineSize};
+use crate::node::devices::Devices;
+use crate::node::eviction::{DEFAULT_HARD, ThresholdSettings, parse};
+use crate::node::hints::tests::hint;
+use crate::node::hints::{self, Policy, Scope};
+use crate::node::managers::{self, Checkpoints, Machine, Managers};
+use crate::node::topology::MemoryNode;
+use crate::pod::resize::Infeasible;
+use crate::quantity::Quantity;
 
 const MI: u64 = 1 << 20;
 const HUGE: &str = "hugepages-2Mi";

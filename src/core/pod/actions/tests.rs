@@ -1,5 +1,5 @@
 use super::*;
-use crate::core::pod::observed::Sandbox;
+use crate::pod::observed::Sandbox;
 use jiff::Timestamp;
 use proptest::prelude::*;
 use serde_json::{Value, json};

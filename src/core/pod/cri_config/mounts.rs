@@ -4,9 +4,9 @@ use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{Container, VolumeMount};
 
 use super::{Node, privileged};
-use crate::core::fault::Fault;
-use crate::core::pod::env;
-use crate::core::pod::quoted::quoted;
+use crate::fault::Fault;
+use crate::pod::env;
+use crate::pod::quoted::quoted;
 
 /// Whether a mount is recursively read-only (KEP-3857; `resolveRecursiveReadOnly` in `pkg/kubelet/kubelet_pods.go`). A
 /// mount that is writable or has propagation is an error in both modes. Missing support of the runtime is an error only

@@ -6,17 +6,17 @@ use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::Node;
-use crate::core::cpuset::format_list;
-use crate::core::node::preempt::is_critical;
-use crate::core::pod;
-use crate::core::pod::cgroup::{self, oom_score_adj};
-use crate::core::pod::cgroup_values::page_name;
-use crate::core::pod::memory_qos;
-use crate::core::pod::qos::{self, QosClass};
-use crate::core::pod::resources::{
+use crate::cpuset::format_list;
+use crate::pod;
+use crate::pod::cgroup::{self, oom_score_adj};
+use crate::pod::cgroup_values::page_name;
+use crate::pod::memory_qos;
+use crate::pod::priority::is_critical;
+use crate::pod::qos::{self, QosClass};
+use crate::pod::resources::{
     Amounts, Side, amounts, huge_pages, of_container, of_containers, of_pod_level,
 };
-use crate::core::quantity::Quantity;
+use crate::quantity::Quantity;
 
 /// The swap that containers may use (KEP-2400).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -188,7 +188,7 @@ pub(super) fn whole_resources(pod: &Pod, node: &Node) -> pb::LinuxContainerResou
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::pod::resources::of_pod;
+    use crate::pod::resources::of_pod;
     use serde_json::{Value, json};
 
     fn made(spec: Value, swap: Option<Swap>) -> pb::LinuxContainerResources {

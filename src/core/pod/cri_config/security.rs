@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::core::volume::selinux::effective;
+use crate::volume::selinux::effective;
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{
     AppArmorProfile, Capabilities, Container, Pod, SELinuxOptions, SeccompProfile, SecurityContext,
@@ -13,8 +13,8 @@ use super::Node;
 use super::Prepared;
 use super::namespaces;
 use super::privileged;
-use crate::core::fault::Fault;
-use crate::core::{meta, pod};
+use crate::fault::Fault;
+use crate::{meta, pod};
 
 pub(super) const MASKED: &[&str] = &[
     "/proc/asound",

@@ -1,7 +1,8 @@
 //! The addresses in a pod's status. Pure.
 
 use super::Facts;
-use crate::core::pod;
+use crate::pod;
+use crate::pod::addresses::pod_ips;
 
 /// The node's addresses. If none are known, as after a start without network, those of the previous status.
 pub(super) fn node_addresses(facts: &Facts<'_>) -> Vec<String> {
@@ -10,16 +11,6 @@ pub(super) fn node_addresses(facts: &Facts<'_>) -> Vec<String> {
     }
     let before = facts.previous.host_ips.iter().flatten();
     before.map(|known| known.ip.clone()).collect()
-}
-
-/// The sandbox's addresses in a pod's status: one of each family, that of the node's family first. An apiserver rejects
-/// two addresses of one family (`ValidatePodStatusUpdate` in `pkg/apis/core/validation/validation.go`).
-#[must_use]
-pub fn pod_ips(of_sandbox: &[String], node_ips: &[String]) -> Vec<String> {
-    let is_v6 = |ip: &String| ip.contains(':');
-    let first = node_ips.first().is_some_and(is_v6);
-    let of = |family| of_sandbox.iter().find(|ip| is_v6(ip) == family);
-    of(first).into_iter().chain(of(!first)).cloned().collect()
 }
 
 /// The pod's addresses: the node's on the host network, else the sandbox's. If the sandbox has none, those of the

@@ -4,8 +4,8 @@
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{ContainerStateTerminated, ContainerStatus, Pod, PodStatus};
 
-use crate::core::pod::{self, qos};
-use crate::core::time::{self, seconds};
+use crate::pod::{self, qos};
+use crate::time::{self, seconds};
 
 /// The exit of a container that is terminated.
 pub(super) fn exit(status: &ContainerStatus) -> Option<&ContainerStateTerminated> {

@@ -5,8 +5,8 @@
 use k8s_openapi::api::core::v1::{Container, ContainerStatus, Pod};
 
 use super::{Facts, initialised_before};
-use crate::core::pod::observed::ContainerState;
-use crate::core::pod::{self, Role};
+use crate::pod::observed::ContainerState;
+use crate::pod::{self, Role};
 
 fn init_containers(pod: &Pod) -> &[Container] {
     pod::spec(pod)

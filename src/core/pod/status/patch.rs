@@ -6,8 +6,8 @@ use k8s_openapi::api::core::v1::{ContainerStatus, Pod, PodCondition, PodStatus};
 use serde_json::{Value, json};
 
 use super::end;
-use crate::core::pod;
-use crate::core::pod::actions::restarts_after;
+use crate::pod;
+use crate::pod::actions::restarts_after;
 
 /// The condition types that the agent owns. Other components own all others.
 const OWN: &[&str] = &[

@@ -5,8 +5,8 @@ use k8s_openapi::api::core::v1::{
 };
 
 use super::{Facts, RESTARTING_ALL, waiting};
-use crate::core::pod::observed::{self, ContainerState};
-use crate::core::time::seconds;
+use crate::pod::observed::{self, ContainerState};
+use crate::time::seconds;
 
 const LOST: &str = "The container could not be located when the pod was terminated";
 

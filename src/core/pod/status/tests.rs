@@ -1,5 +1,5 @@
 use super::*;
-use crate::core::pod::observed::Sandbox;
+use crate::pod::observed::Sandbox;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde_json::{Value, json};
 
@@ -660,23 +660,6 @@ fn a_node_without_an_address_keeps_the_published_one() {
         let first = status.host_ips.and_then(|ips| ips.into_iter().next());
         let addresses = [status.host_ip, first.map(|ip| ip.ip), status.pod_ip];
         assert_eq!(addresses, [(); 3].map(|()| expected.map(str::to_owned)));
-    }
-}
-
-#[test]
-fn a_pod_has_one_address_per_family_in_the_nodes_order() {
-    let list = |ips: &str| -> Vec<String> { ips.split_whitespace().map(str::to_owned).collect() };
-    for (seen, node, expected) in [
-        ("10.0.0.2", "192.0.2.1", "10.0.0.2"),
-        ("10.0.0.2 fd00::2", "192.0.2.1 fd01::1", "10.0.0.2 fd00::2"),
-        ("10.0.0.2 fd00::2", "fd01::1 192.0.2.1", "fd00::2 10.0.0.2"),
-        // The address of a second interface is left out: the apiserver would reject the whole status.
-        ("10.0.0.2 10.1.0.2 fd00::2", "192.0.2.1", "10.0.0.2 fd00::2"),
-        ("fd00::2", "192.0.2.1", "fd00::2"),
-        ("", "192.0.2.1", ""),
-        ("10.0.0.2", "", "10.0.0.2"),
-    ] {
-        assert_eq!(pod_ips(&list(seen), &list(node)), list(expected), "{seen}");
     }
 }
 

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::{ContainerStatus, PodStatus};
 
 use super::{ResizeRequest, Worker};
-use crate::core::pod::observed::{ContainerState, ObservedPod};
-use crate::core::pod::probe::Health;
-use crate::core::pod::{self, Role, resize};
+use crate::pod::observed::{ContainerState, ObservedPod};
+use crate::pod::probe::Health;
+use crate::pod::{self, Role, resize};
 
 impl Worker {
     /// Adopts the latest update. Granted sizes are kept. The first update with the object also supplies the status in

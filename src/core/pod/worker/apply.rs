@@ -7,21 +7,22 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
 
+use super::plan::backoff_key;
 use super::{
     Facts, Input, Key, Op, Outcome, ResizeRequest, Retry, Turn, Update, VolumeState, Worker, event,
     warning,
 };
-use crate::core::backoff::Doubling;
-use crate::core::fault::{Class, Fault};
-use crate::core::node::claims::has_claims;
-use crate::core::pod;
-use crate::core::pod::actions::{Kill, Start};
-use crate::core::pod::lifecycle::{self, Cause, State};
-use crate::core::pod::observed::{Container, ContainerState, ObservedPod, Sandbox};
-use crate::core::pod::resize::{self, INFEASIBLE};
-use crate::core::pod::status::{self, RESTARTING_ALL, Verdict};
-use crate::core::time;
-use crate::core::varying;
+use crate::backoff::Doubling;
+use crate::fault::{Class, Fault};
+use crate::node::claims::has_claims;
+use crate::pod;
+use crate::pod::actions::{Kill, Start};
+use crate::pod::lifecycle::{self, Cause, State, Verdict};
+use crate::pod::observed::{Container, ContainerState, ObservedPod, Sandbox};
+use crate::pod::resize::{self, INFEASIBLE};
+use crate::pod::status::{self, RESTARTING_ALL};
+use crate::time;
+use crate::varying;
 
 /// Back-off of failed operations.
 const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(10));
@@ -695,13 +696,4 @@ fn image(pod: &Pod, name: &str) -> Option<String> {
     let all = pod::containers(pod);
     let (_, container) = all.iter().find(|(_, c)| c.name == name)?;
     container.image.clone()
-}
-
-/// The key of a container's crash-loop back-off. Another image or other resources reset the back-off.
-pub(super) fn backoff_key(start: &Start) -> String {
-    let container = &start.container;
-    format!(
-        "{}{:?}{:?}",
-        container.name, container.image, container.resources
-    )
 }

@@ -2,7 +2,7 @@
 //! events, often before the call returns.
 
 use super::{Op, State, Worker};
-use crate::core::pod::observed::{ContainerState, EventKind, ObservedPod, RuntimeEvent};
+use crate::pod::observed::{ContainerState, EventKind, ObservedPod, RuntimeEvent};
 
 /// The effect of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,15 +8,15 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
 use serde::{Deserialize, Serialize};
 
-use crate::core::fault::{Class, Fault};
-use crate::core::pod;
-use crate::core::pod::actions::{Kill, Start};
-use crate::core::pod::lifecycle::Intent;
-use crate::core::pod::observed::{Container, ObservedPod, RuntimeEvent};
-use crate::core::pod::probe::Kind;
-use crate::core::pod::resize::Sizes;
-use crate::core::pod::status::Verdict;
-use crate::core::pod::status::devices::OfPod as DeviceHealth;
+use crate::fault::{Class, Fault};
+use crate::pod;
+use crate::pod::actions::{Kill, Start};
+use crate::pod::lifecycle::Intent;
+use crate::pod::lifecycle::Verdict;
+use crate::pod::observed::{Container, ObservedPod, RuntimeEvent};
+use crate::pod::probe::Kind;
+use crate::pod::resize::Sizes;
+use crate::pod::status::devices::OfPod as DeviceHealth;
 
 /// The desired state of a pod according to its source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -33,16 +33,16 @@ pub use input::{Identity, Input, Key, Network, Op, Outcome, PodEvent, Update};
 
 use super::Role;
 use super::actions;
-use super::lifecycle::{self, Cause, State};
+use super::lifecycle::{self, Cause, State, Verdict};
 use super::observed::{ContainerState, ObservedPod, RuntimeEvent};
 use super::probe::Probed;
 use super::resize::{self, Resizing, Sizes};
 use super::status::devices::OfPod as DeviceHealth;
-use super::status::{self, Problems, Verdict};
-use crate::core::backoff::Backoff;
-use crate::core::fault::Class;
-use crate::core::pod;
-use crate::core::time;
+use super::status::{self, Problems};
+use crate::backoff::Backoff;
+use crate::fault::Class;
+use crate::pod;
+use crate::time;
 
 /// Maximum delay of a status while further changes are imminent. It applies to a pending pod during its start, and to a
 /// pod whose containers have all exited while its sandbox is being stopped.

@@ -9,14 +9,13 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{Container, Pod};
 
-use super::apply::backoff_key;
 use super::{Facts, Key, Network, Op, ResizeRequest, Turn, VolumeState, Worker, event, warning};
-use crate::core::digest::Fnv64;
-use crate::core::pod::actions::{self, PodActions, Start};
-use crate::core::pod::lifecycle::{Cause, State};
-use crate::core::pod::observed::ObservedPod;
-use crate::core::pod::{self, Role, status};
-use crate::core::time;
+use crate::digest::Fnv64;
+use crate::pod::actions::{self, PodActions, Start};
+use crate::pod::lifecycle::{Cause, State};
+use crate::pod::observed::ObservedPod;
+use crate::pod::{self, Role, status};
+use crate::time;
 
 /// Interval at which a mirror is written again while the API does not have the right one.
 const MIRROR_AUDIT: SignedDuration = SignedDuration::from_secs(10);
@@ -639,4 +638,13 @@ pub(super) fn shape(pod: &Pod) -> u64 {
         }
     }
     hasher.finish()
+}
+
+/// The key of a container's crash-loop back-off. Another image or other resources reset the back-off.
+pub(super) fn backoff_key(start: &Start) -> String {
+    let container = &start.container;
+    format!(
+        "{}{:?}{:?}",
+        container.name, container.image, container.resources
+    )
 }

@@ -5,13 +5,13 @@
 use jiff::Timestamp;
 
 use super::{Cause, Op, State, Worker};
-use crate::core::node::claims::has_claims;
-use crate::core::pod;
-use crate::core::pod::Role;
-use crate::core::pod::actions::Kill;
-use crate::core::pod::observed::{self, ContainerState, ObservedPod};
-use crate::core::pod::resources;
-use crate::core::time;
+use crate::node::claims::has_claims;
+use crate::pod;
+use crate::pod::Role;
+use crate::pod::actions::Kill;
+use crate::pod::observed::{self, ContainerState, ObservedPod};
+use crate::pod::resources;
+use crate::time;
 
 impl Worker {
     /// The containers and sandboxes to stop now, so that at `until` nothing of the pod runs.

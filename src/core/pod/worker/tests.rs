@@ -1,7 +1,7 @@
 use super::*;
-use crate::core::fault::Fault;
-use crate::core::pod::observed::{Container, Sandbox};
-use crate::core::pod::record::Record;
+use crate::fault::Fault;
+use crate::pod::observed::{Container, Sandbox};
+use crate::pod::record::Record;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -519,7 +519,7 @@ fn a_restart_keeps_a_static_pods_readiness_until_its_mirror_arrives() {
     let id = run.runtime.containers[0].id.clone();
     run.input(Input::Probed {
         id,
-        kind: crate::core::pod::probe::Kind::Readiness,
+        kind: crate::pod::probe::Kind::Readiness,
         result: true,
     });
     let before = run.worker.status.clone();
@@ -656,7 +656,7 @@ fn unreadiness_is_published_while_another_container_starts() {
     run.settle();
     let probed = |result| Input::Probed {
         id: "a0".into(),
-        kind: crate::core::pod::probe::Kind::Readiness,
+        kind: crate::pod::probe::Kind::Readiness,
         result,
     };
     run.input(probed(true));

@@ -1,7 +1,7 @@
 //! Problems with volumes, and the messages in the pod's events.
 
-use crate::core::fault::{Class, Fault};
-use crate::core::volume::permissions::{self, OwnershipChange};
+use crate::fault::{Class, Fault};
+use crate::volume::permissions::{self, OwnershipChange};
 
 /// Why a volume is not available to a pod.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -13,8 +13,8 @@ use super::syntax::{
     is_config_key, is_env, is_header, port, port_name, unique_as, unique_names,
 };
 use super::{Row, row, table};
-use crate::control::api::error::FieldError;
-use crate::control::api::object::{at, list, text};
+use crate::api::error::FieldError;
+use crate::api::object::{at, list, text};
 
 const MAX: i64 = i32::MAX as i64;
 

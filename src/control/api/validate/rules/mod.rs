@@ -17,7 +17,7 @@ mod volume;
 use serde_json::Value;
 
 use super::Errors;
-use crate::control::api::error::FieldError;
+use crate::api::error::FieldError;
 
 pub(super) use others::check as object;
 pub(super) use pod::check as pod;

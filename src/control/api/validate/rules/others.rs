@@ -14,9 +14,9 @@ use super::syntax::{
 };
 use super::volume::HOST_PATHS;
 use super::{Row, resources, row, scheduling, table};
-use crate::control::api::error::FieldError;
-use crate::control::api::object::{list, text};
-use crate::core::quantity::Quantity;
+use crate::api::error::FieldError;
+use crate::api::object::{list, text};
+use holdfast_core::quantity::Quantity;
 
 /// Maximum total size of a ConfigMap's or Secret's values, in bytes.
 const MAX_DATA_BYTES: usize = 1 << 20;

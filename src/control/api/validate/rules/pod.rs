@@ -9,9 +9,9 @@ use super::Rule::{Between, Check, OneOf, Required, Text};
 use super::container::{app_armor, seccomp};
 use super::syntax::{ID, SYSCTL, ip, is_sysctl, subdomain, unique_names};
 use super::{Row, below, container, resources, row, scheduling, table, volume};
-use crate::control::api::delete::MAX_GRACE;
-use crate::control::api::error::FieldError;
-use crate::control::api::object::{at, list, text};
+use crate::api::delete::MAX_GRACE;
+use crate::api::error::FieldError;
+use crate::api::object::{at, list, text};
 
 const MAX: i64 = i32::MAX as i64;
 const DEADLINE: &str = "must be between 1 and 2147483647, inclusive";

@@ -7,9 +7,9 @@ use serde_json::Value;
 use super::super::{Errors, QUALIFIED, is_qualified};
 use super::Rule::Check;
 use super::{Row, row, table};
-use crate::control::api::error::FieldError;
-use crate::control::api::object::at;
-use crate::core::quantity::Quantity;
+use crate::api::error::FieldError;
+use crate::api::object::at;
+use holdfast_core::quantity::Quantity;
 
 /// Amounts of resources, in containers and pod specs.
 const RESOURCES: &[Row] = &[row(

@@ -11,8 +11,8 @@ use super::super::{
 use super::Rule::{Check, Required};
 use super::syntax::qualified;
 use super::{Row, row, table};
-use crate::control::api::error::FieldError;
-use crate::control::api::object::{at, list, text};
+use crate::api::error::FieldError;
+use crate::api::object::{at, list, text};
 
 const EFFECTS: &[&str] = &["NoSchedule", "PreferNoSchedule", "NoExecute"];
 const WEIGHT: &str = "must be in the range 1-100";

@@ -5,8 +5,8 @@ use std::collections::HashSet;
 use serde_json::Value;
 
 use super::super::{Errors, QUALIFIED, SUBDOMAIN, is_qualified, is_subdomain};
-use crate::control::api::error::FieldError;
-use crate::control::api::object::text;
+use crate::api::error::FieldError;
+use crate::api::object::text;
 
 pub const PORT: &str = "must be between 1 and 65535, inclusive";
 pub const ID: &str = "must be between 0 and 2147483647, inclusive";

@@ -12,9 +12,9 @@ use super::syntax::{
     local_path, unique_names,
 };
 use super::{Row, row, table};
-use crate::control::api::error::FieldError;
-use crate::control::api::object::{list, text};
-use crate::core::quantity::Quantity;
+use crate::api::error::FieldError;
+use crate::api::object::{list, text};
+use holdfast_core::quantity::Quantity;
 
 /// The volume sources, in upstream's order.
 const SOURCES: [&str; 30] = [

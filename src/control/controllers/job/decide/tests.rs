@@ -46,7 +46,8 @@ impl World {
             now: time(self.now),
         });
         self.wake = plan.wake;
-        let acted = !plan.create.is_empty() || !plan.delete.is_empty() || !plan.release.is_empty();
+        let has_actions =
+            !plan.create.is_empty() || !plan.delete.is_empty() || !plan.release.is_empty();
         for surplus in &plan.delete {
             if surplus.untracked {
                 self.release(&surplus.name);
@@ -72,7 +73,7 @@ impl World {
         for name in &plan.release {
             self.release(name);
         }
-        acted || changed
+        has_actions || changed
     }
 
     fn settle(&mut self) {

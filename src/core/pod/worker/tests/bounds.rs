@@ -2,20 +2,20 @@
 //! accepts them, they must not crash the agent.
 
 use super::*;
-use crate::core::node::admit::{self, NodeState};
-use crate::core::node::capacity::{self, MachineSize};
-use crate::core::node::eviction::Pressures;
-use crate::core::node::ledger::Ledger;
-use crate::core::node::shutdown::{Period, Periods, ShutdownSettings};
-use crate::core::node::{cpus, hints, managers, memory, preempt, topology, used::Used};
-use crate::core::pod::cri_config::{self, Prepared};
-use crate::core::pod::memory_qos::{self, MemoryQos};
-use crate::core::pod::probe::{self, Kind, Timing};
-use crate::core::pod::resources::{self, Amounts, Side};
-use crate::core::pod::{cgroup, dns, qos};
-use crate::core::quantity::Quantity;
-use crate::core::time;
-use crate::core::volume::{claims, local_storage, payload};
+use crate::node::admit::{self, NodeState};
+use crate::node::capacity::{self, MachineSize};
+use crate::node::eviction::Pressures;
+use crate::node::ledger::Ledger;
+use crate::node::shutdown::{Period, Periods, ShutdownSettings};
+use crate::node::{cpus, hints, managers, memory, preempt, topology, used::Used};
+use crate::pod::cri_config::{self, Prepared};
+use crate::pod::memory_qos::{self, MemoryQos};
+use crate::pod::probe::{self, Kind, Timing};
+use crate::pod::resources::{self, Amounts, Side};
+use crate::pod::{cgroup, dns, qos};
+use crate::quantity::Quantity;
+use crate::time;
+use crate::volume::{claims, local_storage, payload};
 use k8s_openapi::api::core::v1::{LifecycleHandler, Node, PersistentVolume, PersistentVolumeClaim};
 use std::time::Duration;
 
@@ -302,7 +302,7 @@ fn admit(pod: &Arc<Pod>, draw: &mut Draw<'_>) {
     let _ = ledger.admit(pod, &node_state, Duration::ZERO);
     let _ = ledger.allocate_resize(pod, node_state.resources());
     let _ = ledger.release_overdue(ledger.next_deadline().unwrap_or(Duration::MAX));
-    let _ = managers().admit(pod, &mut crate::core::node::devices::Devices::default());
+    let _ = managers().admit(pod, &mut crate::node::devices::Devices::default());
     shut_down(pod, draw);
     for side in [Side::Requests, Side::Limits] {
         for amount in resources::of_pod(pod, side).values() {

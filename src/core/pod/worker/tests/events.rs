@@ -3,7 +3,7 @@
 use super::super::event_effect::EventEffect::{self, Defer, Known, Observe};
 use super::super::event_effect::event_effect;
 use super::*;
-use crate::core::pod::observed::{EventKind, RuntimeEvent};
+use crate::pod::observed::{EventKind, RuntimeEvent};
 
 fn event(id: &str, kind: EventKind) -> RuntimeEvent {
     RuntimeEvent {

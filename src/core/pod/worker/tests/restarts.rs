@@ -1,7 +1,7 @@
 //! Which containers restart, and in which sandbox.
 
 use super::*;
-use crate::core::pod::probe::Kind;
+use crate::pod::probe::Kind;
 
 fn probed_pod(policy: &str) -> Value {
     let probe = json!({"exec": {"command": ["x"]}});

@@ -57,7 +57,7 @@ fn a_sandbox_of_a_cancelled_call_is_found_and_stopped() {
 /// listing reports the sandbox.
 #[test]
 fn a_sandbox_that_appears_after_termination_is_stopped_and_released() {
-    use crate::core::pod::observed::{EventKind, RuntimeEvent};
+    use crate::pod::observed::{EventKind, RuntimeEvent};
     for by_event in [false, true] {
         let (update, deleted) = deleted_pod(json!(["x"]));
         let mut run = Run::new(update);

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use super::*;
-use crate::core::node::ledger::Eviction;
-use crate::core::node::shutdown::Phase;
+use crate::node::ledger::Eviction;
+use crate::node::shutdown::Phase;
 
 /// The verdict that workers receive when the node is shut down.
 pub(super) fn verdict(seconds: u64) -> Verdict {

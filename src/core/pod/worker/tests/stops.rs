@@ -1,7 +1,7 @@
 //! The order in which containers stop, and when their preStop hooks run.
 
 use super::*;
-use crate::core::pod::actions::Kill;
+use crate::pod::actions::Kill;
 
 /// A pod with two sidecars that has run and is deleted with this grace period in seconds, and the turn that follows.
 fn deleted(grace: i64) -> (Run, Turn) {

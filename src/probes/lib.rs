@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use crate::core::pod::probe::{Http, Reply};
+use holdfast_core::pod::probe::{Http, Reply};
 
 /// Why an HTTP request failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

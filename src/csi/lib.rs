@@ -18,7 +18,7 @@ use reg::registration_client::RegistrationClient;
 use tonic::transport::Channel;
 use tonic::{Code, Request, Response, Status};
 
-use crate::core::volume::csi::NodeCapabilities;
+use holdfast_core::volume::csi::NodeCapabilities;
 
 /// Timeout of connecting to a driver.
 const CONNECTION: Duration = Duration::from_secs(10);

@@ -26,15 +26,15 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::core::image::gc::Rules as ImageRules;
-use crate::core::image::pulled::Policy;
-use crate::core::node::cgroup_tree::Rules as Enforcement;
-use crate::core::node::collection::ContainerRules;
-use crate::core::node::eviction::Settings as Eviction;
-use crate::core::node::managers::Rules as Managers;
-use crate::core::node::offline::OfflineStart;
-use crate::core::node::shutdown::Periods;
-use crate::core::pod::resources::Amounts;
+use holdfast_core::image::gc::Rules as ImageRules;
+use holdfast_core::image::pulled::Policy;
+use holdfast_core::node::cgroup_tree::Rules as Enforcement;
+use holdfast_core::node::collection::ContainerRules;
+use holdfast_core::node::eviction::Settings as Eviction;
+use holdfast_core::node::managers::Rules as Managers;
+use holdfast_core::node::offline::OfflineStart;
+use holdfast_core::node::shutdown::Periods;
+use holdfast_core::pod::resources::Amounts;
 
 pub use fields::table as fields_table;
 pub use load::{load, load_all};

@@ -50,12 +50,22 @@ impl Settings {
         all.retain(|a| seen.insert(*a));
         all
     }
+
+    /// The addresses in the certificate of the API: loopback, the advertised address, those of `bind`, and the cluster
+    /// IP of the Service `kubernetes`, which is the first of the range.
+    fn certified_addresses(&self) -> Vec<IpAddr> {
+        let bound = self.bind.iter().copied().filter(|a| !a.is_unspecified());
+        [IpAddr::from([127, 0, 0, 1]), self.advertise]
+            .into_iter()
+            .chain(bound)
+            .chain(self.service_range.hosts().next().map(IpAddr::V4))
+            .collect()
+    }
 }
 
 /// Runs the control plane until the process exits.
 pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let pki = pki::Pki::open(&settings.dir.join("pki"))?;
-    let service_address = settings.service_range.hosts().next().map(IpAddr::V4);
     let names = [
         "localhost",
         "kubernetes",
@@ -63,24 +73,13 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         "kubernetes.default.svc",
         "kubernetes.default.svc.cluster.local",
     ];
-    let addresses: Vec<IpAddr> = [IpAddr::from([127, 0, 0, 1]), settings.advertise]
-        .into_iter()
-        .chain(
-            settings
-                .bind
-                .iter()
-                .copied()
-                .filter(|a| !a.is_unspecified()),
-        )
-        .chain(service_address)
-        .collect();
-    let serving = pki.serving("kube-apiserver", &names, &addresses)?;
+    let serving = pki.serving("kube-apiserver", &names, &settings.certified_addresses())?;
     let (private, public) = pki.token_keys()?;
     let store = Store::open(&settings.dir.join("store.redb"), api::object::index)?;
     // A client certificate without other permissions than to call agents: it is presented
     // to any address that a node's status names.
     let own = pki.client("node-client", api::rbac::NODE_CLIENT, &[])?;
-    let broken = |e: crate::https::BoxError| anyhow::anyhow!("setting up TLS failed: {e}");
+    let broken = |e: holdfast_https::BoxError| anyhow::anyhow!("setting up TLS failed: {e}");
     let (service_range, api_port) = (settings.service_range, settings.port);
     let is_ours = move |address: SocketAddr| {
         // An address belongs to this machine if it can be bound.
@@ -98,9 +97,9 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     bootstrap(&api, &settings).await?;
 
     let tls =
-        crate::https::Tls::fixed(&serving.certificate, &serving.key, &pki.ca).map_err(broken)?;
+        holdfast_https::Tls::fixed(&serving.certificate, &serving.key, &pki.ca).map_err(broken)?;
     let listen = settings.addresses();
-    let listeners = crate::https::Listeners::bind(&listen, settings.port).map_err(|(address, e)| {
+    let listeners = holdfast_https::Listeners::bind(&listen, settings.port).map_err(|(address, e)| {
         anyhow::anyhow!("the API cannot listen on {address}: {e}; stop what uses the port, or choose another with --api-port")
     })?;
     let port = listeners.port().unwrap_or(settings.port);
@@ -111,7 +110,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         &["system:masters"],
     )?;
     let kubeconfig = settings.dir.join("controller-manager.kubeconfig");
-    crate::sys::file::replace(
+    holdfast_sys::file::replace(
         &kubeconfig,
         pki::kubeconfig(
             &format!("https://127.0.0.1:{port}"),
@@ -121,7 +120,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         )
         .as_bytes(),
     )?;
-    let client = crate::kubeapi::client::connect(&kubeconfig).await?;
+    let client = holdfast_kubeapi::client::connect(&kubeconfig).await?;
     let ca = pki.ca.clone();
     let caches = controllers::Caches::start(&client);
     let sign: controllers::Sign = std::sync::Arc::new(move |asked, client, seconds| {
@@ -136,7 +135,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     });
     let directories = (
         settings.dir.join("volumes"),
-        crate::sys::machine::hostname(),
+        holdfast_sys::machine::hostname(),
     );
     tracing::info!(?listen, port, "the control plane is serving");
 
@@ -150,30 +149,13 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let controllers = controllers::run(client, caches, ca, Some(directories), (sign, sign_token));
     parts.spawn(run_named("the controllers", controllers));
     parts.spawn(run_named("the event clean-up", expire_events(api)));
-    parts.spawn(run_named("the release of memory", release_memory()));
+    let release = holdfast_sys::memory::release_free_memory(MAX_FREE_BYTES);
+    parts.spawn(run_named("the release of memory", release));
     Err(wait_for_exit(parts).await)
 }
 
-/// Interval between checks of the allocator.
-const TRIM_INTERVAL: Duration = Duration::from_secs(30);
 /// The number of free bytes above which they are returned to the system.
 const MAX_FREE_BYTES: usize = 16 << 20;
-
-/// Returns memory to the system after bursts. The buffers of thousands of connections and of large requests leave holes
-/// all over the heap, and the allocator alone returns only its end.
-async fn release_memory() {
-    loop {
-        tokio::time::sleep(TRIM_INTERVAL).await;
-        // On a separate thread: a heap of some hundred MiB takes milliseconds.
-        let trimmed = tokio::task::spawn_blocking(|| {
-            if crate::sys::memory::free_bytes() > MAX_FREE_BYTES {
-                crate::sys::memory::trim();
-            }
-        });
-        // A panic stops the process.
-        let _ = trimmed.await;
-    }
-}
 
 /// Tasks that run until the process exits; each returns its name.
 type Parts = tokio::task::JoinSet<&'static str>;

@@ -32,9 +32,9 @@ use hyper_util::server::conn::auto;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::TlsAcceptor;
 
-use crate::sys::link;
 use connections::{Connection, Connections, OnEnd};
 use handshakes::{HandshakeLimiter, Source};
+use holdfast_sys::link;
 
 pub use commands::{CommandStreams, Output, OutputKind, serve_command};
 pub use connections::ConnectionSlot;

@@ -5,7 +5,7 @@
 //! file can be put in another's place. A file that cannot be decrypted counts as missing. The key lies next to the
 //! files or, better, is a credential of the service that systemd decrypts (`holdfast-sealed-key`).
 //!
-//! [`OfflineStart`](crate::core::node::offline::OfflineStart) sets how much is sealed: by default only the data that
+//! [`OfflineStart`](holdfast_core::node::offline::OfflineStart) sets how much is sealed: by default only the data that
 //! static pods need. Data that no apiserver has confirmed for a week are discarded.
 
 mod api;
@@ -25,11 +25,11 @@ use serde::de::DeserializeOwned;
 pub use api::SealedApi;
 pub use keeper::{Keeper, follow};
 
-use crate::core::digest;
-use crate::core::json;
-use crate::core::node::offline::OfflineStart;
-use crate::sys::clock::Clock;
-use crate::sys::file;
+use holdfast_core::digest;
+use holdfast_core::json;
+use holdfast_core::node::offline::OfflineStart;
+use holdfast_sys::clock::Clock;
+use holdfast_sys::file;
 
 const KEY_LENGTH: usize = 32;
 /// Maximum size of a file that is read.

@@ -31,9 +31,9 @@ use k8s_openapi::api::core::v1::{NodeAddress, Pod};
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
-pub use crate::core::pod::worker::Network;
 pub use assembly::build;
 pub use events::{Events, Kind};
+pub use holdfast_core::pod::worker::Network;
 pub use image::Images;
 pub use metrics::Metrics;
 pub use node::REGISTER_AGAIN_AFTER;
@@ -50,19 +50,19 @@ pub use serving::{Known, KnownPods, Unserved};
 pub use volume::AttachedDisks;
 pub use volume::csi::Csi;
 
-use crate::config::Config;
-use crate::core::node::eviction::Pressures;
-use crate::core::pod::dns::Resolver;
-use crate::core::pod::resources::Amounts;
-use crate::cri::{Features, Runtime};
-use crate::host::PodHost;
-use crate::kubeapi::pods::PodApi;
-use crate::kubeapi::reviews::Reviews;
-use crate::probes::Dialer;
-use crate::sealed::Keeper;
-use crate::sys::clock::Clock;
-use crate::sys::logind::Announcer;
-use crate::sys::machine::Machine;
+use holdfast_config::Config;
+use holdfast_core::node::eviction::Pressures;
+use holdfast_core::pod::dns::Resolver;
+use holdfast_core::pod::resources::Amounts;
+use holdfast_cri::{Features, Runtime};
+use holdfast_host::PodHost;
+use holdfast_kubeapi::pods::PodApi;
+use holdfast_kubeapi::reviews::Reviews;
+use holdfast_probes::Dialer;
+use holdfast_sealed::Keeper;
+use holdfast_sys::clock::Clock;
+use holdfast_sys::logind::Announcer;
+use holdfast_sys::machine::Machine;
 
 /// State that all workers share.
 pub struct Context {
@@ -149,7 +149,7 @@ pub struct Agent {
     /// Whether the agent's HTTP API is served.
     pub serves: bool,
     /// The pods bound to this node; `None` if there are only static pods.
-    pub pods: Option<crate::kubeapi::Cache<Pod>>,
+    pub pods: Option<holdfast_kubeapi::Cache<Pod>>,
     /// Static pods, as read from their sources.
     pub statics: watch::Receiver<Statics>,
     /// State stored for an offline start.
@@ -181,7 +181,7 @@ impl Agent {
         let (hints, hinted) = tokio::sync::mpsc::channel(1024);
         let seen = pod::relist::ObservedFingerprints::default();
         let context = Arc::clone(&self.context);
-        let (roster, known) = watch::channel(pod::dispatch::Roster::default());
+        let (roster, known) = watch::channel(pod::roster::Roster::default());
         let devices = Box::pin(node::devices::run(
             Arc::clone(&context),
             known.clone(),

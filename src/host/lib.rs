@@ -6,6 +6,7 @@ pub mod cgroups;
 pub mod cni_cache;
 pub mod iptables;
 pub mod linux;
+mod pod_host;
 pub mod serving;
 mod tool;
 pub mod users;
@@ -19,19 +20,19 @@ use async_trait::async_trait;
 use k8s_openapi::api::core::v1::Pod;
 
 use self::volume::csi::Published;
-use crate::core::image::gc::Filesystem;
-use crate::core::lock::lock;
-use crate::core::node::cgroup_tree::Group;
-use crate::core::pod::Ownership;
-use crate::core::pod::cgroup_values::{Difference, RestoredCgroup, Values};
-use crate::core::pod::observed::Container;
-use crate::core::pod::users::Mappings;
-use crate::core::repeated::RepeatedFailures;
-use crate::core::volume::payload::Files;
-use crate::core::volume::resolved::{Problem, ResolvedVolume};
-use crate::sys::usage::Usage;
+use holdfast_core::image::gc::Filesystem;
+use holdfast_core::lock::lock;
+use holdfast_core::node::cgroup_tree::Group;
+use holdfast_core::pod::Ownership;
+use holdfast_core::pod::cgroup_values::{Difference, RestoredCgroup, Values};
+use holdfast_core::pod::observed::Container;
+use holdfast_core::pod::users::Mappings;
+use holdfast_core::repeated::RepeatedFailures;
+use holdfast_core::volume::payload::Files;
+use holdfast_core::volume::resolved::{Problem, ResolvedVolume};
+use holdfast_sys::usage::Usage;
 
-pub use crate::sys::failure::{HostError, HostErrorKind};
+pub use holdfast_sys::failure::{HostError, HostErrorKind};
 
 /// Runs blocking filesystem work on a separate thread.
 ///

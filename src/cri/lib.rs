@@ -2,6 +2,7 @@
 //!
 //! A call that times out has an unknown outcome: the caller observes the runtime before it acts again.
 
+mod cache;
 mod client;
 mod convert;
 mod events;
@@ -9,6 +10,7 @@ mod exec;
 mod images;
 mod measured;
 mod observation;
+mod runtime;
 mod tasks;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,12 +25,12 @@ pub use client::CriClient;
 pub use exec::{ExecProcess, PreparedExec, Stdio, Tasks};
 pub use measured::Report;
 
-use crate::core::fault::{Class, Fault};
-use crate::core::node::collection::DeadContainer;
-use crate::core::node::leases::Attachments;
-use crate::core::pod::explain::Fetching;
-use crate::core::pod::observed::{Container, ObservedPod, RuntimeEvent};
-use crate::core::serving::Streams;
+use holdfast_core::fault::{Class, Fault};
+use holdfast_core::node::collection::DeadContainer;
+use holdfast_core::node::leases::Attachments;
+use holdfast_core::pod::explain::Fetching;
+use holdfast_core::pod::observed::{Container, ObservedPod, RuntimeEvent};
+use holdfast_core::serving::Streams;
 
 /// Why a call to the runtime failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -18,7 +18,7 @@ use pb::device_plugin_client::DevicePluginClient;
 use tonic::transport::Channel;
 use tonic::{Request, Status, Streaming};
 
-use crate::core::node::devices::{Device, PreferenceRequest};
+use holdfast_core::node::devices::{Device, PreferenceRequest};
 pub use server::{PodResources, Register, Registration, serve_pod_resources, serve_registration};
 
 /// The version of the protocol.
