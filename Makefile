@@ -12,8 +12,11 @@ help: ## Show this list
 deps: ## Install the distribution's packages for running (containerd, runc)
 	@sh tests/support/install.sh containerd runc
 
-test-deps: ## Install the additional packages for the tests
-	@sh tests/support/install.sh containerd runc busybox-static iproute2 nftables iptables containernetworking-plugins podman firewalld dbus kubectl docker-registry qemu-system-x86 e2fsprogs xfsprogs mmdebstrap kmod patchelf secilc
+test-deps: ## Install the additional packages for make test
+	@sh tests/support/install.sh containerd runc busybox-static iproute2 nftables iptables containernetworking-plugins podman firewalld dbus kubectl docker-registry e2fsprogs xfsprogs
+
+test-all-deps: test-deps ## Install the additional packages for make test-all (virtual machines)
+	@sh tests/support/install.sh qemu-system-x86 mmdebstrap kmod patchelf secilc
 
 # The CNI plugins are static, because finding shared libraries would take a third of a plugin's start. The flag is passed to
 # the program alone, so its library is compiled once for both programs.
@@ -60,13 +63,13 @@ uninstall: ## Remove the files of `make install`; /etc/holdfast and the data sta
 
 # Newer containerds for the tests, unpacked next to the installed one. Without the archive, only the installed one is tested.
 RUNTIMES = target/containerd
-runtimes:
+runtimes: test-all-deps
 	@for suite in trixie sid; do sh tests/support/fetch-package.sh $$suite containerd $(RUNTIMES)/$$suite usr/bin/containerd || echo "fetching containerd of $$suite failed; its tests are skipped, or fail with CI=true"; done
 	@sh tests/support/fetch-runc.sh $(RUNTIMES)/runc || echo "fetching runc of sid failed; its tests are skipped, or fail with CI=true"
 
 # A virtual machine's kernel and disk, for features that this machine may lack: cgroup v2 with systemd, NFS, quotas.
 MACHINE = target/machine
-machine:
+machine: test-all-deps
 	@sh tests/support/fetch-kernel.sh $(MACHINE)
 	@sh tests/support/make-node.sh $(MACHINE) $(MACHINE)/node.img
 
@@ -75,8 +78,14 @@ KUBECTLS = target/kubectl
 kubectls:
 	@sh tests/support/fetch-package.sh sid kubectl $(KUBECTLS)/sid usr/bin/kubectl || echo "fetching kubectl of sid failed; its tests are skipped, or fail with CI=true"
 
-test: test-deps runtimes kubectls machine ## Run all tests (ONLY='-p holdfast --test cluster node::' for one suite)
-	HOLDFAST_RUNTIMES=$(CURDIR)/$(RUNTIMES) HOLDFAST_KUBECTLS=$(CURDIR)/$(KUBECTLS) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test $(or $(ONLY),--workspace) --locked $(FLAGS) -- --test-threads=$(or $(THREADS),4)
+# With ALL=1, tests find what test-all-deps and the three targets above provide. Without, they report what they leave out.
+FETCHED = HOLDFAST_RUNTIMES=$(CURDIR)/$(RUNTIMES) HOLDFAST_KUBECTLS=$(CURDIR)/$(KUBECTLS) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE)
+test: test-deps $(if $(ALL),runtimes kubectls machine) ## Run the tests (ONLY='-p holdfast --test cluster node::' for one suite)
+	@$(if $(ALL),$(FETCHED)) tests/support/count.sh $(CARGO) test $(or $(ONLY),--workspace) --locked --no-fail-fast $(FLAGS) -- --test-threads=$(or $(THREADS),4)
+
+# The same as .ci/run with larger numbers. It takes at most 90 minutes.
+test-all: ## Run all tests, also in virtual machines and with other containerds, 20,000 seeds and 200 rounds
+	SEEDS=20000 ROUNDS=200 FUZZ_SECONDS=20 HOLDFAST_CYCLES=19 .ci/run
 
 check: ## Check format, lints and, with cargo-deny, licences and sources
 	$(CARGO) fmt --all --check
@@ -102,7 +111,7 @@ rounds: test-deps ## Run random pods and volumes with kills, full disks and remo
 	$(CARGO) build --locked -p holdfast-cni
 	HOLDFAST_ROUNDS=$(or $(ROUNDS),1000) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --test cluster canary::rounds -- --nocapture
 
-power: test-deps machine ## Shut down a virtual node or cut its power, repeatedly (CYCLES=19)
+power: machine ## Shut down a virtual node or cut its power, repeatedly (CYCLES=19)
 	$(CARGO) build --locked -p holdfast-cni
 	HOLDFAST_CYCLES=$(or $(CYCLES),19) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test --locked --test machines power -- --nocapture
 
@@ -113,4 +122,4 @@ bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENC
 bench-cni: test-deps cni ## Compare the CNI plugins with the distribution's
 	HOLDFAST_CNI=$(CURDIR)/$(dir $(DIST))holdfast-cni $(CARGO) bench --locked -p holdfast-cni --bench cni
 
-.PHONY: help install uninstall dist cni runtimes kubectls machine sim fuzz soak rounds power deps test-deps build up down test check bench bench-cni
+.PHONY: help install uninstall dist cni runtimes kubectls machine sim fuzz soak rounds power deps test-deps test-all-deps build up down test test-all check bench bench-cni

@@ -550,7 +550,7 @@ fn the_node_reports_a_dead_runtime_and_recovers_with_it() {
     cluster.wait("no pods", || cluster.pods().is_empty());
 }
 
-/// The same lifecycle of pods with the containerds that `make test` has unpacked. Versions 1.7 and 2.x
+/// The same lifecycle of pods with the containerds that `make test-all` has unpacked. Versions 1.7 and 2.x
 /// have events; the installed one may not.
 #[test]
 fn newer_runtimes_report_ends_by_events() {

@@ -54,7 +54,7 @@ fn compile_policy() {
         .args(["--output", POLICY])
         .arg(file)
         .status();
-    let compiled = compiled.expect("secilc is installed (make test installs it)");
+    let compiled = compiled.expect("secilc is installed (make test-all-deps installs it)");
     assert!(compiled.success());
 }
 

@@ -30,7 +30,7 @@ pub fn needs_bundled(why: &str) -> bool {
     is_real()
 }
 
-/// The programs that `make test` has unpacked below the directory that `variable` names, one for each
+/// The programs that `make test-all` has unpacked below the directory that `variable` names, one for each
 /// version. If there are none, the test reports that it is skipped.
 pub fn fetched(variable: &str, program: &str) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = std::env::var_os(variable)
@@ -44,7 +44,7 @@ pub fn fetched(variable: &str, program: &str) -> Vec<PathBuf> {
     found.sort();
     if found.is_empty() {
         skipped(&format!(
-            "{variable} names no directory with a newer {program}; `make test` fetches it"
+            "other versions of {program} ({variable} names none)"
         ));
     }
     found

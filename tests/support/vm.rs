@@ -119,7 +119,7 @@ fn kernel(name: &str) -> Option<PathBuf> {
     let found = std::env::var_os("HOLDFAST_MACHINE").map(PathBuf::from);
     if found.is_none() {
         crate::skip::skipped(&format!(
-            "{name} needs the virtual machine that `make test` builds; HOLDFAST_MACHINE is not set"
+            "{name} needs a virtual machine"
         ));
     }
     found
@@ -314,7 +314,7 @@ fn test(name: &str) -> String {
 }
 
 /// Boots a machine with only these modules, loaded in order, and these programs, and runs the ignored test
-/// `name` of this binary in it. Without a kernel to boot (`make test` fetches one) the test is skipped.
+/// `name` of this binary in it. Without a kernel to boot (`make machine` fetches one) the test is skipped.
 pub fn run(name: &str, modules: &[&str], programs: &[&str]) {
     let Some(kernel) = kernel(name) else { return };
     let (mut disk, mut init) = begin(&kernel, modules);
