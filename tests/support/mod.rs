@@ -5,6 +5,7 @@
 
 pub mod client;
 pub mod disk;
+mod reader;
 pub mod real;
 pub mod served;
 pub mod skip;
@@ -51,6 +52,7 @@ pub struct Cluster {
     pub verbose: bool,
     /// The address of the system message bus, if it is not this machine's.
     pub bus: Option<String>,
+    reader: reader::Reader,
 }
 
 pub fn holdfast() -> PathBuf {
@@ -150,6 +152,7 @@ impl Cluster {
             config: None,
             verbose: false,
             bus: None,
+            reader: reader::Reader::default(),
         }
     }
 
@@ -321,8 +324,7 @@ impl Cluster {
     }
 
     pub fn pods(&self) -> Vec<Value> {
-        let list: Value =
-            serde_json::from_str(&self.kubectl(&["get", "pods", "-o", "json"])).unwrap();
+        let list = self.object("/api/v1/namespaces/{namespace}/pods");
         list["items"].as_array().unwrap().clone()
     }
 
@@ -360,13 +362,22 @@ impl Cluster {
     }
 
     pub fn pod(&self, name: &str) -> Value {
-        serde_json::from_str(&self.kubectl(&["get", "pod", name, "-o", "json"])).unwrap()
+        self.object(&format!("/api/v1/namespaces/{{namespace}}/pods/{name}"))
+    }
+
+    /// The object or the list at a path of the API, in which `{namespace}` stands for the cluster's namespace.
+    #[track_caller]
+    pub fn object(&self, path: &str) -> Value {
+        self.reader.object(&self.data().join("kubeconfig"), path)
     }
 
     /// The cluster's Node.
     pub fn node(&self) -> Value {
-        serde_json::from_str(&self.kubectl(&["get", "node", &self.node_name(), "-o", "json"]))
-            .unwrap()
+        match self.control {
+            // The cluster has only one.
+            ControlPlane::Bundled => self.object("/api/v1/nodes")["items"][0].clone(),
+            ControlPlane::Real(_) => self.object(&format!("/api/v1/nodes/{}", self.name)),
+        }
     }
 
     /// Status and message of the Node's Ready condition.
@@ -381,9 +392,9 @@ impl Cluster {
     /// The name of the cluster's Node.
     pub fn node_name(&self) -> String {
         match self.control {
-            // The cluster has only one.
             ControlPlane::Bundled => {
-                self.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"])
+                let name = &self.node()["metadata"]["name"];
+                name.as_str().expect("the cluster has a Node").to_owned()
             }
             ControlPlane::Real(_) => self.name.clone(),
         }
@@ -403,20 +414,19 @@ impl Cluster {
     /// The agent's response to a GET of a path, through the apiserver.
     pub fn get_node_path(&self, path: &str) -> String {
         let path = format!("/api/v1/nodes/{}/proxy{path}", self.node_name());
-        self.kubectl(&["get", "--raw", &path])
+        let page = self.reader.try_get(&self.data().join("kubeconfig"), &path);
+        page.unwrap_or_else(|why| panic!("GET {path}: {why}"))
     }
 
     /// The events about a pod: type, reason and message, a line each.
     pub fn events(&self, pod: &str) -> String {
-        let lines = "jsonpath={range .items[*]}{.type} {.reason} {.message}{\"\\n\"}{end}";
-        self.kubectl(&[
-            "get",
-            "events",
-            "--field-selector",
-            &format!("involvedObject.name={pod}"),
-            "-o",
-            lines,
-        ])
+        let of = format!("fieldSelector=involvedObject.name%3D{pod}");
+        let list = self.object(&format!("/api/v1/namespaces/{{namespace}}/events?{of}"));
+        let text =
+            |event: &Value, field: &str| event[field].as_str().unwrap_or_default().to_owned();
+        let line =
+            |e: &Value| [text(e, "type"), text(e, "reason"), text(e, "message")].join(" ") + "\n";
+        list["items"].as_array().unwrap().iter().map(line).collect()
     }
 
     /// Waits until a condition holds; on timeout fails with the state of the cluster.

@@ -118,9 +118,7 @@ pub fn is_inside() -> bool {
 fn kernel(name: &str) -> Option<PathBuf> {
     let found = std::env::var_os("HOLDFAST_MACHINE").map(PathBuf::from);
     if found.is_none() {
-        crate::skip::skipped(&format!(
-            "{name} needs a virtual machine"
-        ));
+        crate::skip::skipped(&format!("{name} needs a virtual machine"));
     }
     found
 }
