@@ -484,96 +484,80 @@ pub fn svg(explanation: &Explanation, now: Timestamp) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pod::lifecycle::Input;
+
+    fn at(ms: i64) -> Timestamp {
+        Timestamp::from_millisecond(1_800_000_000_000 + ms).expect("a time")
+    }
+
+    fn failed(error: &str) -> Progress {
+        Progress::Failed(error.into())
+    }
+
+    /// The journal of a pod's start. `image` is the result of the pull, which ends after half a second.
+    fn start(image: Progress) -> Journal {
+        let mut journal = Journal::default();
+        for (step, subject, from, to) in [
+            (Step::Admission, "", 0, 0),
+            (Step::Volume, "data", 5, 40),
+            (Step::Sandbox, "", 0, 300),
+        ] {
+            journal.begin(step, subject, at(from));
+            journal.end(step, subject, Progress::Done, at(to));
+        }
+        journal.begin(Step::Image, "web", at(10));
+        journal.end(Step::Image, "web", image, at(500));
+        journal
+    }
+
+    /// The journal of a pod whose container has started after 0.6 s.
+    fn running() -> Journal {
+        let mut journal = start(Progress::Done);
+        journal.begin(Step::Start, "web", at(500));
+        journal.end(Step::Start, "web", Progress::Done, at(600));
+        journal
+    }
+
+    fn explained(journal: &Journal, fetching: Option<Fetching>) -> Explanation {
+        explain("default", "web-1", "u", journal.clone(), fetching)
+    }
+
+    fn shown(journal: &Journal, ms: i64) -> String {
+        text(&explained(journal, None), at(ms))
+    }
 
     #[test]
-    fn a_running_pull_shows_its_progress() {
-        let mut journal = Journal::default();
-        journal.begin(Step::Image, "c", Timestamp::UNIX_EPOCH);
+    fn a_pod_that_waits_for_an_image_shows_the_progress() {
+        let mut journal = start(Progress::Done);
+        journal.begin(Step::Image, "log", at(600));
         let far = Fetching {
             parts: 2,
             bytes: 1 << 20,
             of_bytes: 5 << 19,
             pulls: 3,
         };
-        let sentence_of =
-            |journal: &Journal, far| explain("n", "p", "u", journal.clone(), Some(far)).sentence;
+        let pulling = text(&explained(&journal, Some(far)), at(30_000));
+        insta::assert_snapshot!("image_is_pulled", pulling);
+        // A runtime that downloads nothing for this pod adds nothing to the text.
         assert_eq!(
-            sentence_of(&journal, far),
-            "Blocked: the image of container c is being pulled (1.0 of 2.5 MiB of 2 parts in progress, for 3 pulls in total)."
+            explained(&journal, Some(Fetching::default())),
+            explained(&journal, None)
         );
+        journal.end(Step::Image, "log", Progress::Done, at(30_000));
         assert_eq!(
-            sentence_of(&journal, Fetching::default()),
-            "Blocked: the image of container c is being pulled."
+            explained(&journal, Some(far)),
+            explained(&journal, None),
+            "the pull has finished"
         );
-        journal.end(Step::Image, "c", Progress::Done, Timestamp::UNIX_EPOCH);
-        assert_eq!(
-            sentence_of(&journal, far),
-            "Running as specified; nothing is pending."
-        );
-    }
-
-    #[test]
-    fn a_sandbox_that_cannot_be_stopped_names_hidden_namespaces() {
-        let failing = |step: Step| {
-            let mut journal = Journal::default();
-            journal.begin(step, "", at(0));
-            let error = Progress::Failed("device or resource busy".into());
-            journal.end(step, "", error, at(1));
-            explain("n", "p", "u", journal, None)
-        };
-        assert!(!failing(Step::Release).fails_to_stop_sandbox());
-        let explanation = failing(Step::StopSandbox);
-        assert!(explanation.fails_to_stop_sandbox());
-        let hidden = explanation.with_hidden_namespaces(&["/run/netns/cni-1".into()]);
-        for expected in ["/run/netns/cni-1", "umount -R /run/netns", "busy"] {
-            assert!(hidden.sentence.contains(expected), "{}", hidden.sentence);
-        }
-        let sentence = failing(Step::StopSandbox).sentence;
-        let nothing = failing(Step::StopSandbox).with_hidden_namespaces(&[]);
-        assert_eq!(nothing.sentence, sentence);
-    }
-
-    fn at(ms: i64) -> Timestamp {
-        Timestamp::from_millisecond(1_800_000_000_000 + ms).expect("a time")
-    }
-
-    fn journal(failing: bool) -> Journal {
-        let mut journal = Journal::default();
-        for (step, subject, from, to) in [
-            (Step::Admission, "", 0, 0),
-            (Step::Sandbox, "", 0, 300),
-            (Step::Image, "web", 10, 500),
-            (Step::Start, "web", 500, 600),
-        ] {
-            journal.begin(step, subject, at(from));
-            let progress = if failing && step == Step::Image {
-                Progress::Failed("ErrImagePull: <no such host>".into())
-            } else {
-                Progress::Done
-            };
-            journal.end(step, subject, progress, at(to));
-        }
-        if failing {
-            journal.set_next_of_failed(at(40_000));
-        }
-        journal
     }
 
     #[test]
     fn a_blocked_pod_shows_the_cause_since_when_and_the_next_retry() {
-        let explanation = explain("default", "web-1", "u", journal(true), None);
-        let text = text(&explanation, at(30_010));
-        for expected in [
-            "Pod default/web-1",
-            "Blocked: the image of container web cannot be pulled: ErrImagePull",
-            "(30s ago)",
-            "next try in 9s",
-            "failing",
-        ] {
-            assert!(text.contains(expected), "{expected:?} is not in\n{text}");
-        }
-        let svg = svg(&explanation, at(30_010));
-        assert!(svg.contains("&lt;no such host&gt;") && svg.ends_with("</svg>\n"));
+        let mut journal = start(failed("ErrImagePull: <no such host>"));
+        journal.set_next_of_failed(at(40_000));
+        insta::assert_snapshot!("image_pull_fails", shown(&journal, 30_010));
+        let explanation = explained(&journal, None);
+        insta::assert_snapshot!("image_pull_fails_as_svg", svg(&explanation, at(30_010)));
         let json = serde_json::to_string(&explanation).expect("json");
         assert_eq!(
             serde_json::from_str::<Explanation>(&json).expect("the same JSON"),
@@ -582,32 +566,141 @@ mod tests {
     }
 
     #[test]
+    fn a_failing_volume_shows_its_error_and_the_number_of_tries() {
+        let mut journal = Journal::default();
+        for second in 0..3 {
+            journal.begin(Step::Volume, "data", at(second * 1000));
+            let error = failed("configmaps \"settings\" not found");
+            journal.end(Step::Volume, "data", error, at(second * 1000 + 20));
+        }
+        journal.set_next_of_failed(at(9000));
+        insta::assert_snapshot!("volume_fails", shown(&journal, 9500));
+    }
+
+    #[test]
+    fn a_crash_loop_lists_late_restarts_below_the_start() {
+        let mut journal = running();
+        for minute in [2, 5] {
+            let from = minute * 60_000;
+            journal.begin(Step::Start, "web", at(from));
+            journal.end(Step::Start, "web", Progress::Done, at(from + 80));
+        }
+        journal.begin(Step::BackOff, "web", at(301_000));
+        let error = failed("exit code 1, 2 restarts");
+        journal.end(Step::BackOff, "web", error, at(301_000));
+        journal.set_next(Step::BackOff, "web", at(341_000));
+        insta::assert_snapshot!("crash_loop", shown(&journal, 311_000));
+    }
+
+    #[test]
     fn a_running_pod_shows_how_long_each_step_of_its_start_took() {
-        let text = text(
-            &explain("default", "web-1", "u", journal(false), None),
-            at(100_000),
-        );
-        assert!(
-            text.contains("Running as specified")
-                && text.contains("(600 ms in total)")
-                && text.contains("490 ms"),
-            "{text}"
-        );
-        let bars: Vec<usize> = text
-            .lines()
-            .filter(|l| l.contains('│'))
-            .map(|l| l.matches('█').count())
-            .collect();
+        let mut journal = running();
+        insta::assert_snapshot!("running", shown(&journal, 100_000));
+        journal.waiting = Some("waiting for admission".into());
+        let waiting = explained(&journal, None).sentence;
         assert_eq!(
-            bars,
-            [1, 20, 32, 6],
-            "the length of a bar is its share of the time"
+            waiting,
+            "Not yet running as specified: waiting for admission."
         );
     }
 
     #[test]
+    fn a_terminating_pod_shows_the_cause_and_the_step() {
+        let mut text = String::new();
+        for cause in [
+            Cause::Deleted,
+            Cause::Removed,
+            Cause::Completed,
+            Cause::Rejected,
+            Cause::Preempted,
+            Cause::Evicted,
+            Cause::DeadlineExceeded,
+            Cause::NodeShutdown,
+        ] {
+            let (mut journal, mut state) = (running(), State::Syncing);
+            let inputs = [
+                Input::Terminate { cause, grace: 30 },
+                Input::Stopped,
+                Input::Released,
+            ];
+            for (input, step) in inputs
+                .into_iter()
+                .zip([Step::Stop, Step::Release, Step::Finalise])
+            {
+                let next = state.step(input);
+                journal.record_decision(at(1000), state, input, next);
+                state = next;
+                let subject = if step == Step::Stop { "web" } else { "" };
+                journal.begin(step, subject, at(1000));
+                let _ = writeln!(text, "{}", explained(&journal, None).sentence);
+                journal.end(step, subject, Progress::Done, at(1000));
+            }
+        }
+        insta::assert_snapshot!("terminating", text);
+    }
+
+    #[test]
+    fn each_step_has_a_sentence_for_its_run_and_its_failure() {
+        let mut text = String::new();
+        for step in [
+            Step::Admission,
+            Step::Observe,
+            Step::Network,
+            Step::Cgroup,
+            Step::Mirror,
+            Step::Directories,
+            Step::Volume,
+            Step::Objects,
+            Step::Claims,
+            Step::Sandbox,
+            Step::Image,
+            Step::Create,
+            Step::Start,
+            Step::PostStart,
+            Step::BackOff,
+            Step::Startup,
+            Step::Readiness,
+            Step::Liveness,
+            Step::Resize,
+            Step::PreStop,
+            Step::Stop,
+            Step::StopSandbox,
+            Step::UnprepareClaims,
+            Step::Release,
+            Step::Finalise,
+        ] {
+            let mut journal = Journal::default();
+            journal.begin(step, "SUBJECT", at(0));
+            let running = sentence(&journal.steps[0]);
+            journal.end(step, "SUBJECT", failed("ERROR"), at(0));
+            let fails = sentence(&journal.steps[0]);
+            let _ = writeln!(text, "{}\n  {running}\n  {fails}", step.label());
+            if let Some(reason) = blocking_reason(&journal) {
+                let _ = writeln!(text, "  status: {reason}");
+            }
+        }
+        insta::assert_snapshot!("steps", text);
+    }
+
+    #[test]
+    fn a_sandbox_that_cannot_be_stopped_names_hidden_namespaces() {
+        let failing = |step: Step| {
+            let mut journal = Journal::default();
+            journal.begin(step, "", at(0));
+            journal.end(step, "", failed("device or resource busy"), at(1));
+            explained(&journal, None)
+        };
+        assert!(!failing(Step::Release).fails_to_stop_sandbox());
+        let explanation = failing(Step::StopSandbox);
+        assert!(explanation.fails_to_stop_sandbox());
+        assert_eq!(explanation.clone().with_hidden_namespaces(&[]), explanation);
+        let hidden = explanation.with_hidden_namespaces(&["/run/netns/cni-1".into()]);
+        insta::assert_snapshot!("hidden_namespaces", hidden.sentence);
+    }
+
+    #[test]
     fn only_failures_before_containers_set_the_sandbox_condition() {
-        assert_eq!(blocking_reason(&journal(true)), None);
+        assert_eq!(blocking_reason(&start(failed("ErrImagePull"))), None);
         let mut journal = Journal::default();
         journal.begin(Step::Sandbox, "", at(0));
         assert_eq!(
@@ -615,16 +708,8 @@ mod tests {
             None,
             "a running step is no failure"
         );
-        journal.end(
-            Step::Sandbox,
-            "",
-            Progress::Failed("cni says no".into()),
-            at(1),
-        );
-        assert_eq!(
-            blocking_reason(&journal).as_deref(),
-            Some("the pod's sandbox cannot be created; the pod's events have the error")
-        );
+        journal.end(Step::Sandbox, "", failed("cni says no"), at(1));
+        assert!(blocking_reason(&journal).is_some());
     }
 
     #[test]

@@ -65,206 +65,188 @@ fn healthy() -> Facts {
 fn a_healthy_node_has_no_finding() {
     let findings = diagnose(&healthy());
     assert_eq!(worst(&findings), Severity::Ok, "{}", text(&findings));
-    let subjects: Vec<&str> = findings.iter().map(|f| f.subject).collect();
-    let expected = [
-        "config",
-        "kernel",
-        "cgroups",
-        "runtime",
-        "cni",
-        "disk",
-        "dns",
-        "port",
-        "certificate",
-        "apiserver",
-        "node",
-    ];
-    assert_eq!(subjects, expected);
+    insta::assert_snapshot!("healthy", text(&findings));
 }
 
-/// Breaks one thing on a healthy node and expects exactly this fault, with an effect and this text in its remedy.
-fn only(break_it: impl FnOnce(&mut Facts), subject: &str, severity: Severity, remedy: &str) {
-    let mut facts = healthy();
-    break_it(&mut facts);
-    let faults: Vec<Finding> = diagnose(&facts)
-        .into_iter()
-        .filter(|f| f.severity > Severity::Ok)
-        .collect();
-    let [fault] = &faults[..] else {
-        panic!("{subject}, {remedy}: {}", text(&faults));
-    };
-    assert_eq!(
-        (fault.subject, fault.severity),
-        (subject, severity),
-        "{remedy}"
-    );
-    let remedy_text = fault.remedy.as_deref().unwrap_or_default();
-    assert!(remedy_text.contains(remedy), "{subject}: {remedy_text}");
-    assert!(fault.leads_to.is_some(), "{subject}");
+/// A change that breaks one thing on a healthy node.
+type Break = Box<dyn FnOnce(&mut Facts)>;
+
+fn change(break_it: impl FnOnce(&mut Facts) + 'static) -> Break {
+    Box::new(break_it)
 }
 
-fn with_runtime(change: impl FnOnce(&mut RuntimeFacts)) -> impl FnOnce(&mut Facts) {
-    |facts| {
+/// Breaks one thing at a time on a healthy node. Expects exactly one fault each time, with an effect and a remedy.
+fn faults(breaks: Vec<(&str, Break)>) -> String {
+    let mut shown = String::new();
+    for (what, break_it) in breaks {
+        let mut facts = healthy();
+        break_it(&mut facts);
+        let faults: Vec<Finding> = diagnose(&facts)
+            .into_iter()
+            .filter(|f| f.severity > Severity::Ok)
+            .collect();
+        let [fault] = &faults[..] else {
+            panic!("{what}: {}", text(&faults));
+        };
+        assert!(fault.leads_to.is_some() && fault.remedy.is_some(), "{what}");
+        shown.push_str(&format!("# {what}\n{}\n", text(&faults)));
+    }
+    shown
+}
+
+fn with_runtime(change: impl FnOnce(&mut RuntimeFacts) + 'static) -> Break {
+    Box::new(|facts| {
         if let Some((_, Ok(runtime))) = &mut facts.runtime {
             change(runtime);
         }
-    }
+    })
 }
 
-fn with_api(change: impl FnOnce(&mut ApiFacts)) -> impl FnOnce(&mut Facts) {
-    |facts| {
+fn with_api(change: impl FnOnce(&mut ApiFacts) + 'static) -> Break {
+    Box::new(|facts| {
         if let Some(Ok(api)) = &mut facts.api {
             change(api);
         }
-    }
+    })
 }
 
-fn at(now: &'static str) -> impl FnOnce(&mut Facts) {
-    move |facts| facts.now = now.parse().expect("a time")
+fn at(now: &'static str) -> Break {
+    Box::new(move |facts| facts.now = now.parse().expect("a time"))
 }
 
 #[test]
 fn each_machine_fault_yields_one_finding_with_its_remedy() {
-    use Severity::{Error, Warning};
-    only(
-        |f| f.configuration.push("x".into()),
-        "config",
-        Warning,
-        "remove",
-    );
-    only(|f| f.overlay = false, "kernel", Error, "modprobe");
     let hidden = ["/run/netns/cni-1", "/run/netns/cni-2"];
-    only(
-        |f| f.hidden_namespaces = hidden.map(Into::into).into(),
-        "netns",
-        Error,
-        "umount -R /run/netns",
-    );
-    only(|f| f.forwards = false, "kernel", Error, "ip_forward=1");
-    only(
-        |f| f.bridge_filters = Some(false),
-        "kernel",
-        Warning,
-        "sysctl",
-    );
-    only(
-        |f| f.controllers.retain(|c| c != "memory"),
-        "cgroups",
-        Error,
-        "cgroup_enable",
-    );
-    only(|f| f.wants_systemd = false, "cgroups", Warning, "systemd");
-    only(|f| f.disks[0].available = 99, "disk", Warning, "du -xh");
-    only(|f| f.disks[0].inodes_free = 49, "disk", Warning, "--inodes");
     let stub = || Ok(Resolver::parse("nameserver 127.0.0.53"));
-    only(
-        |f| f.resolver = Some(("/r".into(), stub())),
-        "dns",
-        Warning,
-        "resolvConf",
-    );
     let nginx = || Some(Some(("nginx".into(), 9)));
-    only(
-        |f| f.ports[0].holder = nginx(),
-        "port",
-        Error,
-        "another port",
-    );
+    let breaks = vec![
+        (
+            "a field without effect",
+            change(|f| f.configuration.push("x".into())),
+        ),
+        ("no overlayfs", change(|f| f.overlay = false)),
+        (
+            "hidden network namespaces",
+            change(move |f| f.hidden_namespaces = hidden.map(Into::into).into()),
+        ),
+        ("no forwarding", change(|f| f.forwards = false)),
+        (
+            "bridged packets bypass iptables",
+            change(|f| f.bridge_filters = Some(false)),
+        ),
+        (
+            "no memory controller",
+            change(|f| f.controllers.retain(|c| c != "memory")),
+        ),
+        (
+            "different cgroup drivers",
+            change(|f| f.wants_systemd = false),
+        ),
+        ("a nearly full disk", change(|f| f.disks[0].available = 99)),
+        (
+            "a nearly full disk of images",
+            change(|f| {
+                f.disks[0] = Disk {
+                    purpose: "images",
+                    available: 149,
+                    ..f.disks[0].clone()
+                };
+            }),
+        ),
+        ("few inodes", change(|f| f.disks[0].inodes_free = 49)),
+        (
+            "a name server on the loopback interface",
+            change(move |f| f.resolver = Some(("/r".into(), stub()))),
+        ),
+        (
+            "a port in use",
+            change(move |f| f.ports[0].holder = nginx()),
+        ),
+    ];
+    insta::assert_snapshot!("machine_faults", faults(breaks));
 }
 
 #[test]
 fn each_fault_of_a_peer_yields_one_finding_with_its_remedy() {
-    use Severity::{Error, Warning};
     let gone = || Some(("unix:///x".into(), Err("refused".into())));
-    only(|f| f.runtime = gone(), "runtime", Error, "containerd");
-    only(
-        with_runtime(|r| r.not_ready = Some("y".into())),
-        "runtime",
-        Error,
-        "journalctl",
-    );
-    let cni = with_runtime(|r| r.network_not_ready = Some("cni".into()));
-    only(cni, "network", Error, "/etc/cni/net.d");
-    only(
-        with_runtime(|r| r.took = SLOW * 2),
-        "runtime",
-        Warning,
-        "iostat",
-    );
-    only(at("2025-12-31T00:00:00Z"), "certificate", Error, "ntp");
-    only(
-        at("2026-12-30T00:00:00Z"),
-        "certificate",
-        Warning,
-        "rotateCertificates",
-    );
-    only(at("2027-01-01T00:00:00Z"), "certificate", Error, "renew");
-    let behind = with_api(|a| a.clock = Some(SignedDuration::from_secs(61)));
-    only(behind, "clock", Error, "ntp");
-    only(
-        with_api(|a| a.took = SLOW * 2),
-        "apiserver",
-        Warning,
-        "load",
-    );
-    let absent = with_api(|a| a.node_ready = None);
-    only(absent, "node", Warning, "registerNode");
-    only(
-        with_api(|a| a.node_ready = Some(false)),
-        "node",
-        Warning,
-        "describe",
-    );
-    only(
-        |f| f.api = Some(Err("refused".into())),
-        "apiserver",
-        Error,
-        "livez",
-    );
+    let breaks = vec![
+        ("no runtime", change(move |f| f.runtime = gone())),
+        (
+            "a runtime that is not ready",
+            with_runtime(|r| r.not_ready = Some("y".into())),
+        ),
+        (
+            "no network",
+            with_runtime(|r| r.network_not_ready = Some("cni".into())),
+        ),
+        ("a slow runtime", with_runtime(|r| r.took = SLOW * 2)),
+        ("a certificate of the future", at("2025-12-31T00:00:00Z")),
+        (
+            "a certificate that expires soon",
+            at("2026-12-30T00:00:00Z"),
+        ),
+        ("an expired certificate", at("2027-01-01T00:00:00Z")),
+        (
+            "a clock that is behind",
+            with_api(|a| a.clock = Some(SignedDuration::from_secs(61))),
+        ),
+        ("a slow apiserver", with_api(|a| a.took = SLOW * 2)),
+        ("no Node", with_api(|a| a.node_ready = None)),
+        (
+            "a Node that is not ready",
+            with_api(|a| a.node_ready = Some(false)),
+        ),
+        (
+            "no apiserver",
+            change(|f| f.api = Some(Err("refused".into()))),
+        ),
+    ];
+    insta::assert_snapshot!("peer_faults", faults(breaks));
 }
 
-fn with_network(change: impl FnOnce(&mut NetworkFacts)) -> impl FnOnce(&mut Facts) {
-    |facts| {
+fn with_network(change: impl FnOnce(&mut NetworkFacts) + 'static) -> Break {
+    Box::new(|facts| {
         if let Some(network) = &mut facts.network {
             change(network);
         }
-    }
+    })
 }
 
 #[test]
 fn each_runtime_configuration_fault_yields_one_finding_with_its_remedy() {
-    use Severity::{Error, Warning};
     let content = |network: &mut NetworkFacts, content| {
         network.first = Some(PodNetwork {
             file: "/cni/a.conf".into(),
             content,
         });
     };
-    let none = with_network(|n| n.first = None);
-    only(none, "cni", Warning, "goes to /etc/cni/net.d");
-    let broken = with_network(|n| content(n, Err("expected value".into())));
-    only(broken, "cni", Error, "json.tool /cni/a.conf");
     let some = || vec![("bridge".to_owned(), true), ("portmap".to_owned(), false)];
-    let missing = with_network(|n| content(n, Ok(("pods".into(), some()))));
-    only(missing, "cni", Error, "-C /opt/cni/bin");
     // A missing network is reported once, with the runtime's own directories.
     let elsewhere = |f: &mut Facts| {
         with_runtime(|r| r.network_not_ready = Some("cni".into()))(f);
         with_network(|n| (n.first, n.conf_dir) = (None, "/srv/cni".into()))(f);
     };
-    only(elsewhere, "network", Error, "goes to /srv/cni");
-    let handler = with_runtime(|r| (r.systemd_cgroups, r.handler_systemd) = (None, Some(false)));
-    only(handler, "cgroups", Error, "SystemdCgroup = true/");
-    let image = with_runtime(|r| r.sandbox_image = Some(("r/pause:1".into(), false)));
-    only(image, "runtime", Warning, "crictl pull r/pause:1");
-    let images = |f: &mut Facts| {
-        f.disks[0] = Disk {
-            purpose: "images",
-            available: 149,
-            ..f.disks[0].clone()
-        };
-    };
-    only(images, "disk", Warning, "du -xh");
+    let breaks = vec![
+        ("no CNI configuration", with_network(|n| n.first = None)),
+        (
+            "a CNI configuration that is not JSON",
+            with_network(move |n| content(n, Err("expected value".into()))),
+        ),
+        (
+            "a missing plugin",
+            with_network(move |n| content(n, Ok(("pods".into(), some())))),
+        ),
+        ("no network in another directory", change(elsewhere)),
+        (
+            "a handler without systemd",
+            with_runtime(|r| (r.systemd_cgroups, r.handler_systemd) = (None, Some(false))),
+        ),
+        (
+            "a missing sandbox image",
+            with_runtime(|r| r.sandbox_image = Some(("r/pause:1".into(), false))),
+        ),
+    ];
+    insta::assert_snapshot!("runtime_configuration_faults", faults(breaks));
 }
 
 #[test]
@@ -344,13 +326,11 @@ fn a_fault_that_prevents_the_start_is_an_error_with_its_effect() {
     facts.refusals = vec!["this machine swaps (/swap): run swapoff -a".into()];
     let findings = diagnose(&facts);
     assert_eq!(worst(&findings), Severity::Error);
-    let shown = text(&findings);
-    assert!(
-        shown.starts_with("ERROR   start        this machine swaps (/swap): run swapoff -a\n"),
-        "{shown}"
-    );
-    assert!(
-        shown.contains("leads to: the agent does not start\n"),
-        "{shown}"
-    );
+    insta::assert_snapshot!("start_fault", text(&findings));
+}
+
+#[test]
+fn an_invalid_configuration_is_an_error_with_its_remedy() {
+    let why = "invalid --node-ip \"10.0.0.300\": not an IP address; use an address of this machine";
+    insta::assert_snapshot!("unusable_configuration", text(&[unusable(why.into())]));
 }
