@@ -13,11 +13,11 @@ use serde_json::{Value, json};
 use support::{Cluster, pod};
 
 /// Longer than a start takes on a busy machine, and much less than the back-offs.
-const AT_ONCE: Duration = Duration::from_secs(10);
+const AT_ONCE: Duration = Duration::from_secs(7);
 
-/// How long the runtime is down. The agent retries after 0.5, 1.5, 3.5, 7.5, 15.5 and 31.5 seconds, so its
+/// How long the runtime is down. The agent retries after 0.5, 1.5, 3.5, 7.5, 15.5 and 25.5 seconds, so its
 /// next retry would come more than [`AT_ONCE`] later.
-const AWAY: Duration = Duration::from_secs(17);
+const AWAY: Duration = Duration::from_secs(16);
 
 struct Bench {
     cluster: Cluster,

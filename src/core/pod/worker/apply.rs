@@ -73,6 +73,7 @@ impl Worker {
             Input::Network(network) => self.network = network,
             Input::Done { key, outcome } => {
                 self.apply_outcome(facts, &key, outcome, turn);
+                self.overtaken.retain(|(running, _)| *running != key);
                 self.settle_events();
             }
             Input::ClockMoved(by) => self.move_timers(by),
@@ -656,13 +657,28 @@ impl Worker {
             until: until(failures),
             class,
         });
+        if self.overtaken.contains(&(key.clone(), class)) {
+            self.wake_retries_of(|retry| retry.key == *key);
+        }
     }
 
     /// Retries operations that failed with one of these classes. A minimum pause remains, as changes may arrive
     /// continually.
     fn wake_retries(&mut self, of: &[Class]) {
+        for key in self.in_flight.iter().map(Op::key) {
+            for class in of {
+                let overtaken = (key.clone(), *class);
+                if !self.overtaken.contains(&overtaken) {
+                    self.overtaken.push(overtaken);
+                }
+            }
+        }
+        self.wake_retries_of(|retry| of.contains(&retry.class));
+    }
+
+    fn wake_retries_of(&mut self, is_due: impl Fn(&Retry) -> bool) {
         let waiting = self.retries.iter_mut();
-        for retry in waiting.filter(|retry| of.contains(&retry.class)) {
+        for retry in waiting.filter(|retry| is_due(retry)) {
             retry.until = retry.until.min(time::later(retry.since, RETRY.after(1)));
             if let Key::Start(_) = retry.key {
                 // The start needs the result of another volume refresh.
@@ -687,6 +703,7 @@ impl Worker {
 
     pub(super) fn drop_in_flight(&mut self, key: &Key, turn: &mut Turn) {
         self.in_flight.retain(|op| op.key() != *key);
+        self.overtaken.retain(|(running, _)| running != key);
         turn.cancel.push(key.clone());
     }
 }

@@ -227,6 +227,10 @@ pub struct Worker {
     backoff_events: BTreeMap<String, u32>,
     retries: Vec<Retry>,
     in_flight: Vec<Op>,
+    /// Operations during which something changed that ends the pause after failures of this class. If such an operation
+    /// fails, the failure may be older than the change.
+    #[serde(default)]
+    overtaken: Vec<(Key, Class)>,
     /// When the grace period of stopping containers expires, by id.
     stops: BTreeMap<String, Timestamp>,
     /// When the grace period of the whole pod expires.
@@ -322,6 +326,7 @@ impl Worker {
             backoff_events: BTreeMap::new(),
             retries: vec![],
             in_flight: vec![],
+            overtaken: vec![],
             stops: BTreeMap::new(),
             stop_by: None,
             stopped_sandboxes: BTreeSet::new(),

@@ -106,6 +106,41 @@ fn a_change_that_arrives_before_the_failure_is_not_lost() {
     }
 }
 
+/// The runtime returns, an object or a driver appears while an operation is failing for want of it: the operation is
+/// retried after the minimum pause, although no pause had begun that the change could end.
+#[test]
+fn a_change_during_an_operation_that_fails_ends_its_back_off() {
+    let spec = || json!({"containers": [{"name": "c", "image": "i"}]});
+    for (key, class, change, again) in [
+        (Key::Sandbox, Class::WaitForChange, Input::RuntimeBack, true),
+        (Key::Sandbox, Class::RetryLater, Input::RuntimeBack, false),
+        (Key::Volumes, Class::WaitForChange, Input::RuntimeBack, true),
+        (Key::Volumes, Class::RetryLater, Input::RuntimeBack, false),
+        // These two also reset the back-off.
+        (Key::Volumes, Class::RetryLater, Input::VolumesChanged, true),
+        (Key::Volumes, Class::RetryLater, Input::DriversChanged, true),
+        (Key::Volumes, Class::RetryLater, Input::Hint, false),
+    ] {
+        let resets = !matches!(change, Input::RuntimeBack | Input::Hint);
+        let mut run = Run::new(a_pod(spec(), json!({})));
+        let fails = |class| {
+            let message = "injected".into();
+            Outcome::Failed(Fault { class, message })
+        };
+        // Several failures, so that the pauses are long.
+        run.settle_but(|op| op.key() == key);
+        for _ in 0..6 {
+            pause(&mut run, &key, fails(class));
+        }
+        let case = format!("{key:?} {class:?} {change:?}");
+        run.input(change);
+        let after = pause(&mut run, &key, fails(class));
+        assert_eq!(after <= 500, again, "{case}: {after} ms");
+        let after = pause(&mut run, &key, fails(class));
+        assert!(resets || after > 5000, "{case}: only once, but {after} ms");
+    }
+}
+
 /// An object may change continually, and the runtime may fail as soon as it is back (simulation seed 1317).
 #[test]
 fn frequent_changes_do_not_bypass_the_back_off() {
