@@ -78,9 +78,10 @@ KUBECTLS = target/kubectl
 kubectls:
 	@sh tests/support/fetch-package.sh sid kubectl $(KUBECTLS)/sid usr/bin/kubectl || echo "fetching kubectl of sid failed; its tests are skipped, or fail with CI=true"
 
+# `--workspace` selects the same features of dependencies everywhere, so nothing is built twice.
 # With ALL=1, tests find what test-all-deps and the three targets above provide. Without, they report what they leave out.
 FETCHED = HOLDFAST_RUNTIMES=$(CURDIR)/$(RUNTIMES) HOLDFAST_KUBECTLS=$(CURDIR)/$(KUBECTLS) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE)
-test: test-deps $(if $(ALL),runtimes kubectls machine) ## Run the tests (ONLY='-p holdfast --test cluster node::' for one suite)
+test: test-deps $(if $(ALL),runtimes kubectls machine) ## Run the tests (ONLY='--workspace --test cluster node::' for one suite)
 	@$(if $(ALL),$(FETCHED)) tests/support/count.sh $(CARGO) test $(or $(ONLY),--workspace) --locked --no-fail-fast $(FLAGS) -- --test-threads=$(or $(THREADS),4)
 
 # The same as .ci/run with larger numbers. It takes at most 90 minutes.
@@ -94,12 +95,12 @@ check: ## Check format, lints and, with cargo-deny, licences and sources
 
 # With opt-level 1, a seed takes less than half the time.
 sim: ## Run many seeds of the simulation (SEEDS=5000)
-	HOLDFAST_SEEDS=$(or $(SEEDS),5000) CARGO_PROFILE_DEV_OPT_LEVEL=1 $(CARGO) test --locked --test sim $(FLAGS)
+	HOLDFAST_SEEDS=$(or $(SEEDS),5000) CARGO_PROFILE_DEV_OPT_LEVEL=1 $(CARGO) test --locked --workspace --test sim $(FLAGS)
 
 # Property tests of decoders besides the API, whose names begin with any_: frames, selectors, patches, and messages of D-Bus, netlink and DHCP servers.
 READERS = any_ selector::
 fuzz: ## Fuzz the bundled API and all decoders (SECONDS=60 for each kind)
-	HOLDFAST_FUZZ_SECONDS=$(or $(SECONDS),60) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --test control fuzz
+	HOLDFAST_FUZZ_SECONDS=$(or $(SECONDS),60) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --workspace --test control fuzz
 	PROPTEST_CASES=$(or $(SECONDS),60)0000 $(CARGO) test --locked --workspace --lib -- $(READERS)
 
 # A release, because the limits are absolute.
@@ -109,11 +110,11 @@ soak: test-deps ## Run hostile clients while pods start and stop; needs an other
 
 rounds: test-deps ## Run random pods and volumes with kills, full disks and removed devices (ROUNDS=1000 SEED=1)
 	$(CARGO) build --locked -p holdfast-cni
-	HOLDFAST_ROUNDS=$(or $(ROUNDS),1000) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --test cluster canary::rounds -- --nocapture
+	HOLDFAST_ROUNDS=$(or $(ROUNDS),1000) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --workspace --test cluster canary::rounds -- --nocapture
 
 power: machine ## Shut down a virtual node or cut its power, repeatedly (CYCLES=19)
 	$(CARGO) build --locked -p holdfast-cni
-	HOLDFAST_CYCLES=$(or $(CYCLES),19) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test --locked --test machines power -- --nocapture
+	HOLDFAST_CYCLES=$(or $(CYCLES),19) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test --locked --workspace --test machines power -- --nocapture
 
 bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENCHMARKS.md)
 	$(CARGO) bench --profile dist --locked --bench pods
