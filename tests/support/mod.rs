@@ -19,11 +19,16 @@ use std::time::{Duration, Instant};
 use real::ControlPlane;
 use serde_json::{Value, json};
 
+/// The timeout for a condition to become true, which only emulated machines set.
+const TIMEOUT: &str = "HOLDFAST_TEST_TIMEOUT";
+
+fn is_emulated() -> bool {
+    std::env::var_os(TIMEOUT).is_some()
+}
+
 /// The timeout for a condition to become true: longer in an emulated machine.
 pub fn condition_timeout() -> Duration {
-    Duration::from_secs(
-        std::env::var("HOLDFAST_TEST_TIMEOUT").map_or(60, |seconds| seconds.parse().unwrap()),
-    )
+    Duration::from_secs(std::env::var(TIMEOUT).map_or(60, |seconds| seconds.parse().unwrap()))
 }
 
 /// A command that is stopped after twice this timeout. A command that hangs thus fails in the test that
@@ -368,7 +373,18 @@ impl Cluster {
     /// The object or the list at a path of the API, in which `{namespace}` stands for the cluster's namespace.
     #[track_caller]
     pub fn object(&self, path: &str) -> Value {
-        self.reader.object(&self.data().join("kubeconfig"), path)
+        serde_json::from_str(&self.read(path)).unwrap()
+    }
+
+    /// The API's answer to a GET of a path. In an emulated machine kubectl reads: its slow start limits how often tests
+    /// read, and so what they take of the only processor.
+    #[track_caller]
+    fn read(&self, path: &str) -> String {
+        if is_emulated() {
+            return self.kubectl(&["get", "--raw", &path.replace("{namespace}", "default")]);
+        }
+        let answer = self.reader.get(&self.data().join("kubeconfig"), path);
+        answer.unwrap_or_else(|why| panic!("GET {path}: {why}"))
     }
 
     /// The cluster's Node.
@@ -414,8 +430,7 @@ impl Cluster {
     /// The agent's response to a GET of a path, through the apiserver.
     pub fn get_node_path(&self, path: &str) -> String {
         let path = format!("/api/v1/nodes/{}/proxy{path}", self.node_name());
-        let page = self.reader.try_get(&self.data().join("kubeconfig"), &path);
-        page.unwrap_or_else(|why| panic!("GET {path}: {why}"))
+        self.read(&path)
     }
 
     /// The events about a pod: type, reason and message, a line each.

@@ -5,7 +5,6 @@ use std::path::Path;
 use std::sync::{LazyLock, Mutex, PoisonError};
 
 use hyper::http;
-use serde_json::Value;
 
 use super::condition_timeout;
 
@@ -21,7 +20,7 @@ pub struct Reader(Mutex<Option<kube::Client>>);
 impl Reader {
     /// The API's answer to a GET of a path, or why there is none. `{namespace}` in the path stands for the kubeconfig's
     /// namespace.
-    pub fn try_get(&self, kubeconfig: &Path, path: &str) -> Result<String, String> {
+    pub fn get(&self, kubeconfig: &Path, path: &str) -> Result<String, String> {
         let mut client = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         let answer = async {
             // The control plane may have been restarted since the last read, with other certificates.
@@ -51,13 +50,5 @@ impl Reader {
         let (known, text) = answer.map_err(|_| "the API has not answered in time".to_owned())??;
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(known);
         Ok(text)
-    }
-
-    /// As [`Reader::try_get`] for an object or a list. Panics if there is no answer.
-    #[track_caller]
-    pub fn object(&self, kubeconfig: &Path, path: &str) -> Value {
-        let text = self.try_get(kubeconfig, path);
-        let text = text.unwrap_or_else(|why| panic!("GET {path}: {why}"));
-        serde_json::from_str(&text).unwrap()
     }
 }
