@@ -19,7 +19,7 @@ test-all-deps: test-deps ## Install the additional packages for make test-all (v
 	@sh tests/support/install.sh qemu-system-x86 mmdebstrap kmod patchelf secilc
 
 # The CNI plugins are static, because finding shared libraries would take a third of a plugin's start. The flag is passed to
-# the program alone, so its library is compiled once for both programs.
+# the program alone. Its library is compiled again for the other program, which selects more features of their dependencies.
 CNI = --locked -p holdfast-cni --bin holdfast-cni -- -C target-feature=+crt-static
 PROGRAM = --locked -p holdfast --bin holdfast
 build: ## Build both programs quickly, into target/release
