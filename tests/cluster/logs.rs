@@ -9,6 +9,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use support::client::{Administrator, Running, kubectl, pod};
+use support::disk::SmallDisk;
 use support::{Cluster, condition};
 
 /// The pod with an emptyDir at `/v`.
@@ -23,8 +24,8 @@ fn with_volume(pod: &str) -> String {
     )
 }
 
-/// Checkpoints require a runtime that supports them; this one reports that it does not.
-fn checkpoints_are_refused(admin: &[&str], url: &str) {
+/// Checkpoints require space, and a runtime that supports them; this one reports that it does not.
+fn checkpoints_are_refused(cluster: &Cluster, admin: &[&str], url: &str) {
     let post = |url: &str| {
         let mut curl = Command::new("curl");
         let curl = curl.args(["-sk", "-X", "POST", "-w", " %{http_code}"]);
@@ -33,6 +34,12 @@ fn checkpoints_are_refused(admin: &[&str], url: &str) {
     };
     assert!(post(&url.replace("talker", "nobody")).ends_with(" 404"));
     assert!(post(&format!("{url}?timeout=soon")).ends_with(" 404"));
+    let disk = SmallDisk::at(cluster.data().join("agent/checkpoints"), "size=1m");
+    std::fs::write(disk.path().join("old.tar"), vec![0; 1_000_000]).unwrap();
+    let answer = post(url);
+    assert!(answer.ends_with(" 500"), "{answer}");
+    assert!(answer.contains("remove old checkpoints"), "{answer}");
+    std::fs::remove_file(disk.path().join("old.tar")).unwrap();
     let answer = post(url);
     assert!(answer.ends_with(" 500"), "{answer}");
     assert!(answer.contains("(rpc error: code = "), "{answer}");
@@ -201,7 +208,8 @@ fn container_logs_are_readable_in_every_way() {
     ] {
         assert_eq!(curl(&admin, path), code, "{path}");
     }
-    checkpoints_are_refused(&admin, &format!("https://{address}:{port}{checkpoint}"));
+    let url = format!("https://{address}:{port}{checkpoint}");
+    checkpoints_are_refused(&cluster, &admin, &url);
     // From now on more is logged, one JSON object per line, with the pod if the entry concerns one.
     assert_eq!(
         curl(

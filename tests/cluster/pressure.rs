@@ -16,26 +16,8 @@ use holdfast_sys as sys;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
+use support::disk::SmallDisk;
 use support::{Cluster, pod};
-
-/// A small filesystem at a directory, which a test can fill; unmounted when dropped.
-struct Small(std::path::PathBuf);
-
-impl Small {
-    fn at(dir: std::path::PathBuf, options: &str) -> Small {
-        std::fs::create_dir_all(&dir).unwrap();
-        let flags = nix::mount::MsFlags::empty();
-        nix::mount::mount(Some("tmpfs"), &dir, Some("tmpfs"), flags, Some(options)).unwrap();
-        Small(dir)
-    }
-}
-
-impl Drop for Small {
-    fn drop(&mut self) {
-        // If it is missing, the test has failed already.
-        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
-    }
-}
 
 /// Status of a condition of the node.
 fn pressure(cluster: &Cluster, kind: &str) -> String {
@@ -479,13 +461,13 @@ fn make_classes(cluster: &Cluster) {
 
 /// A node whose pods have 600 MiB of memory together and whose root directory is on a small filesystem:
 /// other load on this machine has no influence.
-fn make_small_node() -> (Cluster, Small, Group) {
+fn make_small_node() -> (Cluster, SmallDisk, Group) {
     let config = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(config.path(), small_node()).unwrap();
     let mut cluster = Cluster::new("pressure", 57);
     cluster.config = Some(config);
     cluster.clear();
-    let root = Small::at(cluster.data().join("agent"), "size=220m,nr_inodes=20000");
+    let root = SmallDisk::at(cluster.data().join("agent"), "size=220m,nr_inodes=20000");
     let system = Group::made("/holdfast-t-pressure-system");
     cluster.up();
     let limit = of_all_pods(&cluster, "memory.limit_in_bytes", "memory.max");

@@ -1,5 +1,6 @@
-//! A disk that can be pulled out, grown and put back.
+//! Disks of tests: one that can be pulled out, grown and put back, and one that is small.
 
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::succeeded;
@@ -84,5 +85,31 @@ impl Drop for Loop {
         let _ = Command::new("losetup")
             .args(["--detach", &self.device])
             .status();
+    }
+}
+
+/// A small file system at a directory, which a test can fill. It is unmounted when dropped. The space on it does not
+/// depend on how full the machine's own disk is.
+pub struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    /// Mounts a tmpfs with these options (`size=1m`).
+    pub fn at(dir: PathBuf, options: &str) -> SmallDisk {
+        std::fs::create_dir_all(&dir).unwrap();
+        let flags = nix::mount::MsFlags::empty();
+        nix::mount::mount(Some("tmpfs"), &dir, Some("tmpfs"), flags, Some(options)).unwrap();
+        SmallDisk(dir)
+    }
+
+    /// The directory that it is mounted at.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        // If it is missing, the test has failed already.
+        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
     }
 }
