@@ -11,12 +11,11 @@ use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::Agent;
-use super::Context;
 use super::Events;
 use super::Images;
-use super::Journals;
 use super::Network;
 use super::OwnNode;
+use super::Parts;
 use super::control_plane::{Connections, ControlPlane};
 use super::metrics::VolumeOperation;
 use super::node::{credentials, firewall, network};
@@ -297,45 +296,42 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     }
     let images = Images::configured(&config)?;
     let claims = super::ClaimManager::new(&config.root_dir)?;
-    let context = Arc::new(Context {
+    let parts = Parts {
         runtime,
         api,
         host: Arc::new(host),
         clock,
         events,
-        images,
-        starts,
-        machine,
+        images: Arc::new(images),
+        starts: Arc::new(starts),
+        machine: Arc::new(machine),
         node_ips,
         node_addresses,
         resolver: watch::channel(Arc::new(resolver)).0,
         network: network_state,
-        node: OwnNode::new(&config, nodes),
-        pressures: watch::Sender::default(),
-        shutting_down: watch::Sender::default(),
-        unserved: super::Unserved::default(),
+        node: Arc::new(OwnNode::new(&config, nodes)),
         ledger,
-        features: watch::channel(holdfast_cri::Features::default()).0,
         metrics,
         dialer: Arc::new(holdfast_probes::Network),
-        journals: Journals::default(),
-        heartbeats: super::Heartbeats::default(),
-        csi: super::Csi::new(&config.root_dir),
-        disks: super::AttachedDisks::new(&config.root_dir),
-        devices: super::DeviceManager::new(&config.device_plugin_dir, clock.now()),
-        claims,
-        roster: watch::Sender::default(),
+        journals: Arc::default(),
+        csi: Arc::new(super::Csi::new(&config.root_dir)),
+        disks: Arc::new(super::AttachedDisks::new(&config.root_dir)),
+        devices: Arc::new(super::DeviceManager::new(
+            &config.device_plugin_dir,
+            clock.now(),
+        )),
+        claims: Arc::new(claims),
         started: clock.now(),
-        config,
-    });
-    tokio::spawn(network::run(Arc::clone(&context)));
-    if context.config.iptables_chains {
+        config: Arc::new(config),
+    };
+    tokio::spawn(network::run(Arc::new(parts.network())));
+    if parts.config.iptables_chains {
         tokio::spawn(firewall::keep_chains());
     }
     Ok(Agent {
-        statics: super::pod::sources::start(&context),
+        statics: super::pod::sources::start(parts.sources()),
         ledger: requests,
-        context,
+        parts,
         reviews,
         serves: true,
         pods,

@@ -11,6 +11,7 @@
 //!
 //! A task that returns unexpectedly terminates the process: [`Agent::run`] returns an error.
 
+mod actors;
 mod assembly;
 
 pub mod check;
@@ -26,124 +27,35 @@ mod volume;
 
 use std::sync::Arc;
 
-use jiff::Timestamp;
-use k8s_openapi::api::core::v1::{NodeAddress, Pod};
+use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
+pub use actors::Parts;
 pub use assembly::build;
 pub use events::{Events, Kind};
 pub use holdfast_core::pod::worker::Network;
 pub use image::Images;
 pub use metrics::Metrics;
-pub use node::REGISTER_AGAIN_AFTER;
-use node::claims::register as register_resource_driver;
-use node::devices::register as register_device_plugin;
 pub use node::ledger::{self, LedgerHandle};
 pub use node::{ClaimManager, DeviceManager, KubeNodes, NodeApi, NodeChange, OwnNode};
-pub use pod::heartbeats::Heartbeats;
 pub use pod::journal::Journals;
 pub use pod::sources::Statics;
 pub use pod::starts::Starts;
 pub use serving::local::SOCKET;
-pub use serving::{Known, KnownPods, Unserved};
+pub(crate) use serving::{Known, KnownPods};
 pub use volume::AttachedDisks;
 pub use volume::csi::Csi;
 
-use holdfast_config::Config;
-use holdfast_core::node::eviction::Pressures;
-use holdfast_core::pod::dns::Resolver;
-use holdfast_core::pod::resources::Amounts;
-use holdfast_cri::{Features, Runtime};
-use holdfast_host::PodHost;
-use holdfast_kubeapi::pods::PodApi;
+use actors::Actors;
 use holdfast_kubeapi::reviews::Reviews;
-use holdfast_probes::Dialer;
 use holdfast_sealed::Keeper;
-use holdfast_sys::clock::Clock;
 use holdfast_sys::logind::Announcer;
-use holdfast_sys::machine::Machine;
-
-/// State that all workers share.
-pub struct Context {
-    /// The configuration.
-    pub config: Config,
-    /// The container runtime.
-    pub runtime: Arc<dyn Runtime>,
-    /// The apiserver, as pod workers use it.
-    pub api: Arc<dyn PodApi>,
-    /// Cgroups, directories and volumes of pods on this machine.
-    pub host: Arc<dyn PodHost>,
-    /// The clock.
-    pub clock: Clock,
-    /// Emits events.
-    pub events: Events,
-    /// Pulls images.
-    pub images: Images,
-    /// Facts about the machine.
-    pub machine: Machine,
-    /// The node's current IP addresses.
-    pub node_ips: watch::Sender<Vec<String>>,
-    /// The names and addresses in the Node's status; before registration, those that it will have.
-    pub node_addresses: watch::Sender<Vec<NodeAddress>>,
-    /// DNS settings for pods, derived from the node's current resolver configuration.
-    pub resolver: watch::Sender<Arc<Resolver>>,
-    /// The runtime's last reported network state.
-    pub network: watch::Receiver<Network>,
-    /// This node's Node object.
-    pub node: OwnNode,
-    /// The node's current resource pressures.
-    pub pressures: watch::Sender<Pressures>,
-    /// Whether the machine is shutting down.
-    pub shutting_down: watch::Sender<bool>,
-    /// Parts of the agent's HTTP API that cannot be served.
-    pub unserved: Unserved,
-    /// The features that the runtime last reported.
-    pub features: watch::Sender<Features>,
-    /// The actor that owns resources shared by the node's pods.
-    pub ledger: LedgerHandle,
-    /// Metrics, recorded as things happen.
-    pub metrics: Arc<Metrics>,
-    /// Network access for probes and hooks.
-    pub dialer: Arc<dyn Dialer>,
-    /// Heartbeats of the dispatcher and of the runtime's listing.
-    pub heartbeats: Heartbeats,
-    /// The steps taken for each pod.
-    pub journals: Journals,
-    /// Limits how many sandboxes start at the same time.
-    pub starts: Starts,
-    /// CSI drivers.
-    pub csi: Csi,
-    /// Disks that the node attaches without a driver.
-    pub disks: AttachedDisks,
-    /// Device plugins, and the devices of each container.
-    pub devices: DeviceManager,
-    /// Drivers of dynamic resource allocation, and prepared claims.
-    pub claims: ClaimManager,
-    /// All pods assigned to this node, as the dispatcher last merged them.
-    pub roster: watch::Sender<KnownPods>,
-    /// The start time of this agent.
-    pub started: Timestamp,
-}
-
-impl Context {
-    /// The resources that pods may use on this node.
-    #[must_use]
-    pub fn allocatable(&self) -> Amounts {
-        node::allocatable(&self.machine, &self.config)
-    }
-
-    /// Whether containers may swap: swap must be enabled in the configuration, and the kernel must be able to limit it.
-    #[must_use]
-    pub fn swaps(&self) -> bool {
-        self.config.limited_swap && self.machine.cgroup_v2 && self.machine.swap.is_some()
-    }
-}
 
 /// The agent with all its parts.
 pub struct Agent {
-    /// State that workers share.
-    pub context: Arc<Context>,
+    /// What the actors share.
+    pub parts: Parts,
     /// Authenticates and authorizes clients of the agent's HTTP API; `None` without an apiserver.
     pub reviews: Option<Arc<dyn Reviews>>,
     /// Whether the agent's HTTP API is served.
@@ -156,7 +68,7 @@ pub struct Agent {
     pub keeper: Option<Keeper>,
     /// Publishes the runtime's network state.
     pub network: watch::Sender<Network>,
-    /// The receiving end of [`Context::ledger`].
+    /// The receiving end of [`Parts::ledger`].
     pub ledger: node::ledger::Requests,
     /// The kernel log, which reports out-of-memory kills; `None` if it is not watched.
     pub kernel_log: Option<std::path::PathBuf>,
@@ -177,26 +89,28 @@ impl Agent {
     /// returns. Pods and their containers keep running.
     pub async fn run_until(self, stop: impl Future<Output = ()>) -> anyhow::Result<()> {
         let sessions = serving::Sessions::default();
-        let stopped = until_drained(stop, sessions.clone(), self.context.events.clone());
+        let stopped = until_drained(stop, sessions.clone(), self.parts.events.clone());
         let (hints, hinted) = tokio::sync::mpsc::channel(1024);
         let seen = pod::relist::ObservedFingerprints::default();
-        let context = Arc::clone(&self.context);
+        let actors = Actors::new(self.parts);
         let (roster, known) = watch::channel(pod::roster::Roster::default());
         let devices = Box::pin(node::devices::run(
-            Arc::clone(&context),
+            actors.devices,
+            actors.runtime,
             known.clone(),
             hints.clone(),
         ));
         let claims = Box::pin(node::claims::run(
-            Arc::clone(&context),
+            actors.claims,
             known.clone(),
             hints.clone(),
         ));
-        let slices = Box::pin(node::slices::run(Arc::clone(&context)));
+        let (config, own_node, manager) = actors.slices;
+        let slices = Box::pin(node::slices::run(config, Arc::clone(&own_node), manager));
         if let Some(keeper) = &self.keeper {
-            tokio::spawn(node::store_node(Arc::clone(&context), keeper.clone()));
+            tokio::spawn(node::store_node(own_node, keeper.clone()));
         }
-        let pod_resources = Box::pin(serving::pod_resources::run(Arc::clone(&context)));
+        let pod_resources = Box::pin(serving::pod_resources::run(actors.pod_resources));
         let clearing = pod::orphans::Clearing::default();
         let inputs = pod::dispatch::Inputs {
             api: self.pods,
@@ -206,46 +120,43 @@ impl Agent {
             clearing: clearing.subscribe(),
         };
         let dispatch = Box::pin(pod::dispatch::run(
-            Arc::clone(&context),
+            actors.dispatch,
             inputs,
             seen.clone(),
             roster,
         ));
-        let ledger = node::ledger::run(Arc::clone(&context), self.ledger);
-        let sweep = Box::pin(pod::orphans::sweep(
-            Arc::clone(&context),
-            known.clone(),
-            clearing,
-        ));
-        let binding = Box::pin(node::managers::run(Arc::clone(&context), known.clone()));
-        let mirrors = pod::orphans::delete_mirrors(Arc::clone(&context), known.clone());
-        let mirrors = Box::pin(mirrors);
-        let shutdown = node::shutdown::run(Arc::clone(&context), self.announcer, hints.clone());
+        let ledger = node::ledger::run(actors.ledger, self.ledger);
+        let sweep = Box::pin(pod::orphans::sweep(actors.orphans, known.clone(), clearing));
+        let binding = Box::pin(node::managers::run(actors.managers, known.clone()));
+        let (api, clock) = actors.mirrors;
+        let mirrors = Box::pin(pod::orphans::delete_mirrors(api, clock, known.clone()));
+        let shutdown = node::shutdown::run(actors.shutdown, self.announcer, hints.clone());
         let shutdown = Box::pin(shutdown);
-        let relist = pod::relist::run(Arc::clone(&context), seen, hints);
-        let local = serving::local::run(Arc::clone(&context));
-        let upkeep = node::log_rotation::run(Arc::clone(&context));
-        let csi = Box::pin(volume::csi::run(Arc::clone(&context), context.node.api()));
-        let unstaging = Box::pin(volume::csi::unstaging::run(Arc::clone(&context)));
-        let limits = Box::pin(volume::storage_limits::run(Arc::clone(&context)));
-        let (serves, shared) = (self.serves.then_some(self.reviews), Arc::clone(&context));
+        let relist = pod::relist::run(actors.relist, seen, hints);
+        let local = serving::local::run(actors.local);
+        let upkeep = node::log_rotation::run(actors.log_rotation);
+        let csi = Box::pin(volume::csi::run(actors.plugins));
+        let unstaging = Box::pin(volume::csi::unstaging::run(actors.unstaging));
+        let limits = Box::pin(volume::storage_limits::run(actors.storage_limits));
+        let (serves, shared) = (self.serves.then_some(self.reviews), actors.serving);
         let server = Box::pin(async move {
             match serves {
                 Some(reviews) => serving::run(shared, reviews, sessions).await,
                 None => std::future::pending().await,
             }
         });
-        let collect = Box::pin(image::collect::run(Arc::clone(&context)));
-        let dead = Box::pin(pod::dead_containers::run(Arc::clone(&context)));
-        let pressure = Box::pin(node::pressure::run(Arc::clone(&context)));
-        let oom = Box::pin(node::oom::run(Arc::clone(&context), self.kernel_log));
+        let collect = Box::pin(image::collect::run(actors.images));
+        let dead = Box::pin(pod::dead_containers::run(actors.dead_containers));
+        let pressure = Box::pin(node::pressure::run(actors.pressure));
+        let (name, events) = actors.oom;
+        let oom = Box::pin(node::oom::run(name, events, self.kernel_log));
         let renewal = async move {
             match self.renewal {
                 Some(task) => _ = task.await,
                 None => std::future::pending().await,
             }
         };
-        let node = node::run(context, self.network, known);
+        let node = node::run(actors.node, self.network, known);
         tokio::select! {
             // The order is fixed, so that a simulated run replays exactly.
             biased;

@@ -8,10 +8,10 @@ type Wrong = (String, String);
 impl World {
     /// The last decisions about a pod, for messages.
     pub fn last_decisions(&self, name: &str) -> String {
-        let Some(context) = self.state().context.clone() else {
+        let Some((journals, _)) = self.state().agent.clone() else {
             return String::new();
         };
-        let Some(record) = context.journals.record("ns", name) else {
+        let Some(record) = journals.record("ns", name) else {
             return "no record".into();
         };
         let skipped = record.entries.len().saturating_sub(12);
@@ -35,8 +35,8 @@ impl World {
 
     /// Checks that the explanation of a pod contains a text.
     pub fn check_explanation(&self, name: &str, what: &str) -> Result<(), String> {
-        let context = self.state().context.clone().unwrap();
-        let known = context.journals.find("ns", name);
+        let (journals, _) = self.state().agent.clone().unwrap();
+        let known = journals.find("ns", name);
         let explanations = known
             .into_iter()
             .map(|(uid, journal)| explain::explain("ns", name, &uid, journal, None).sentence);
@@ -91,13 +91,13 @@ impl World {
     /// Rule: no explanation reports a pod as healthy while a container neither runs nor is in its final state.
     pub fn check_explained(&self) -> Result<(), String> {
         let state = self.state();
-        let Some(context) = state.context.clone() else {
+        let Some((journals, _)) = state.agent.clone() else {
             return Ok(());
         };
         for (uid, pod) in &state.pods {
             let (uid, name) = (state.runtime_uid(uid), pod["metadata"]["name"].as_str());
             let name = name.unwrap();
-            let known = context.journals.find("ns", name);
+            let known = journals.find("ns", name);
             let Some((_, journal)) = known.into_iter().find(|(of, _)| *of == uid) else {
                 continue;
             };

@@ -24,8 +24,8 @@ impl Dialer for World {
                 // The path names the container, the host its pod.
                 let mut state = self.state();
                 *state.http_requests.entry(request.path.clone()).or_default() += 1;
-                let context = state.context.as_ref().unwrap();
-                let node = context.node_ips.borrow()[0].clone();
+                let (_, node_ips) = state.agent.as_ref().unwrap();
+                let node = node_ips.borrow()[0].clone();
                 let boxes: Vec<String> = state
                     .sandboxes
                     .iter()

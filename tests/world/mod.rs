@@ -32,7 +32,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use holdfast_agent::{
-    Agent, Context, Events, Images, Journals, Metrics, Network, OwnNode, Statics,
+    Agent, AttachedDisks, ClaimManager, Csi, DeviceManager, Events, Images, Journals, Metrics,
+    Network, OwnNode, Parts, Statics,
 };
 use holdfast_config as config;
 use holdfast_config::Overrides;
@@ -158,8 +159,8 @@ struct State {
     /// Image pulls in progress, and the maximum number at once.
     pulls: (usize, usize),
     watcher: Option<removal::PodWatch>,
-    /// The running agent.
-    context: Option<Arc<Context>>,
+    /// The journals and the node's addresses of the running agent.
+    agent: Option<(Arc<Journals>, watch::Sender<Vec<String>>)>,
     /// The API does not answer.
     frozen: bool,
     /// The API refuses connections.
@@ -345,47 +346,41 @@ impl World {
             unlimited,
             starts.idle_gate(),
         );
-        let context = Arc::new(Context {
+        let parts = Parts {
             runtime: Arc::new(self.clone()),
             api,
             host: Arc::new(self.clone()),
             clock: self.1,
             events,
-            images: Images::new(4),
-            machine: self.machine_now(),
+            images: Arc::new(Images::new(4)),
+            machine: Arc::new(self.machine_now()),
             node_ips: watch::channel(self.state().node.ips.clone()).0,
             node_addresses: watch::Sender::default(),
             resolver: watch::channel(Arc::default()).0,
             network: network_state,
-            node: OwnNode::new(&config, Some(Arc::new(self.clone()))),
-            pressures: watch::Sender::default(),
-            shutting_down: watch::Sender::default(),
-            unserved: holdfast_agent::Unserved::default(),
+            node: Arc::new(OwnNode::new(&config, Some(Arc::new(self.clone())))),
             ledger,
-            features: watch::channel(holdfast_cri::Features::default()).0,
             metrics: Arc::new(Metrics::default()),
             dialer: Arc::new(self.clone()),
-            journals: Journals::default(),
-            heartbeats: holdfast_agent::Heartbeats::default(),
-            starts,
-            csi: holdfast_agent::Csi::new(&config.root_dir),
-            disks: holdfast_agent::AttachedDisks::new(&config.root_dir),
-            devices: holdfast_agent::DeviceManager::new(&config.device_plugin_dir, self.1.now()),
-            claims: holdfast_agent::ClaimManager::new(&config.root_dir).unwrap(),
-            roster: watch::Sender::default(),
+            journals: Arc::default(),
+            starts: Arc::new(starts),
+            csi: Arc::new(Csi::new(&config.root_dir)),
+            disks: Arc::new(AttachedDisks::new(&config.root_dir)),
+            devices: Arc::new(DeviceManager::new(&config.device_plugin_dir, self.1.now())),
+            claims: Arc::new(ClaimManager::new(&config.root_dir).unwrap()),
             started: self.1.now(),
-            config,
-        });
+            config: Arc::new(config),
+        };
         {
             let mut state = self.state();
             state.node.begin_agent();
             state.forget_node();
-            state.context = Some(Arc::clone(&context));
+            state.agent = Some((Arc::clone(&parts.journals), parts.node_ips.clone()));
         }
         let agent = Agent {
             statics,
             ledger: requests,
-            context,
+            parts,
             reviews: None,
             serves: false,
             pods: Some(pods),
@@ -491,8 +486,8 @@ impl World {
 
     /// The recent inputs and decisions of a pod's worker.
     pub fn record(&self, name: &str) -> Option<Record> {
-        let context = self.state().context.clone()?;
-        context.journals.record("ns", name)
+        let (journals, _) = self.state().agent.clone()?;
+        journals.record("ns", name)
     }
 
     fn mark_deleted(&self, uid: &str) {

@@ -266,8 +266,8 @@ impl World {
         let ips: Vec<String> = addresses.iter().map(|ip| (*ip).to_owned()).collect();
         let mut state = self.state();
         state.node.ips.clone_from(&ips);
-        if let Some(context) = &state.context {
-            context.node_ips.send_replace(ips);
+        if let Some((_, node_ips)) = &state.agent {
+            node_ips.send_replace(ips);
         }
     }
 

@@ -8,17 +8,20 @@ use std::time::Duration;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 
-use super::Ages;
-use crate::Context;
-use crate::events::Kind;
+use super::{Ages, Images};
+use crate::events::{Events, Kind};
+use crate::metrics::Metrics;
+use crate::node::ledger::LedgerHandle;
 use crate::pod::dead_containers;
+use holdfast_config::Config;
 use holdfast_core::backoff::Doubling;
 use holdfast_core::image::canonical_name;
 use holdfast_core::image::gc::{Filesystem, ImageOnNode, PlannedImage};
 use holdfast_core::node::collection::{Decision, Failures, ImageDecision, RemovalReason, Report};
 use holdfast_core::pod;
-use holdfast_cri::{ImageInventory, RuntimeError};
-use holdfast_host::HostError;
+use holdfast_cri::{ImageInventory, Runtime, RuntimeError};
+use holdfast_host::{HostError, PodHost};
+use holdfast_sys::clock::Clock;
 
 /// Why images could not be removed.
 #[derive(Debug, thiserror::Error)]
@@ -80,13 +83,28 @@ impl CollectError {
 const COLLECTION_INTERVAL: Doubling =
     Doubling::new(Duration::from_secs(300), Duration::from_secs(1200));
 
+/// What the removal of images uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub runtime: Arc<dyn Runtime>,
+    pub host: Arc<dyn PodHost>,
+    pub clock: Clock,
+    pub events: Events,
+    pub metrics: Arc<Metrics>,
+    pub ledger: LedgerHandle,
+    pub images: Arc<Images>,
+    /// The start time of this agent.
+    pub started: Timestamp,
+    pub dead_containers: Arc<dead_containers::Parts>,
+}
+
 /// Runs until the process exits.
-pub async fn run(context: Arc<Context>) {
-    let rules = &context.config.image_rules;
+pub async fn run(parts: Arc<Parts>) {
+    let rules = &parts.config.image_rules;
     let (mut failures, mut pauses) = (0_u32, COLLECTION_INTERVAL);
     loop {
         if rules.enabled() {
-            match pass(&context).await {
+            match pass(&parts).await {
                 Ok(()) => {
                     failures = 0;
                     pauses.reset();
@@ -97,8 +115,8 @@ pub async fn run(context: Arc<Context>) {
                     // A single failure emits no event: the runtime may have just restarted.
                     let repeated = (failures > 1).then_some("ImageGCFailed");
                     for reason in error.reason().into_iter().chain(repeated) {
-                        let (node, message) = (&context.config.node_name, error.to_string());
-                        let events = &context.events;
+                        let (node, message) = (&parts.config.node_name, error.to_string());
+                        let events = &parts.events;
                         events.node(node, Kind::Warning, reason, message);
                     }
                 }
@@ -126,8 +144,8 @@ fn images_of(pod: &Pod) -> impl Iterator<Item = String> {
     names.into_iter().filter_map(|name| canonical_name(&name))
 }
 
-async fn wanted_by_pods(context: &Context) -> BTreeSet<String> {
-    let pods = context.ledger.pods().await;
+async fn wanted_by_pods(parts: &Parts) -> BTreeSet<String> {
+    let pods = parts.ledger.pods().await;
     pods.iter().flat_map(|pod| images_of(pod)).collect()
 }
 
@@ -155,26 +173,23 @@ struct ObservedImages {
 }
 
 /// Lists the images, and records which are in use.
-async fn observe_images(
-    context: &Context,
-    ages: &mut Ages,
-) -> Result<ObservedImages, CollectError> {
-    let stock = context.runtime.image_inventory().await;
+async fn observe_images(parts: &Parts, ages: &mut Ages) -> Result<ObservedImages, CollectError> {
+    let stock = parts.runtime.image_inventory().await;
     let stock = stock.map_err(CollectError::Unlisted)?;
-    let images = present(&stock, &wanted_by_pods(context).await);
-    let at = context.clock.now();
+    let images = present(&stock, &wanted_by_pods(parts).await);
+    let at = parts.clock.now();
     ages.record(&images, at);
     Ok(ObservedImages { images, stock, at })
 }
 
 /// Removes unused images until at least `wanted` bytes are freed, the least recently used first. Removes all of them if
 /// this is not enough. Returns the freed bytes.
-pub async fn make_room(context: &Context, wanted: u64) -> Result<u64, CollectError> {
-    let mut ages = context.images.ages.lock().await;
-    let ObservedImages { images, at, .. } = observe_images(context, &mut ages).await?;
-    let unused = ages.unused(&images, context.config.image_rules.minimum_age, at);
+pub async fn make_room(parts: &Parts, wanted: u64) -> Result<u64, CollectError> {
+    let mut ages = parts.images.ages.lock().await;
+    let ObservedImages { images, at, .. } = observe_images(parts, &mut ages).await?;
+    let unused = ages.unused(&images, parts.config.image_rules.minimum_age, at);
     let (freed, failed) =
-        remove_until_freed(context, &unused, wanted, "the node is short of disk space").await;
+        remove_until_freed(parts, &unused, wanted, "the node is short of disk space").await;
     match failed {
         Some(error) if freed == 0 => Err(error),
         _ => Ok(freed),
@@ -182,9 +197,9 @@ pub async fn make_room(context: &Context, wanted: u64) -> Result<u64, CollectErr
 }
 
 /// The pods that use each image, by image name.
-async fn pods_by_image(context: &Context) -> BTreeMap<String, Vec<String>> {
+async fn pods_by_image(parts: &Parts) -> BTreeMap<String, Vec<String>> {
     let mut users: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    for pod in context.ledger.pods().await {
+    for pod in parts.ledger.pods().await {
         let (namespace, name) = (
             pod.metadata.namespace.clone().unwrap_or_default(),
             pod.metadata.name.clone().unwrap_or_default(),
@@ -201,15 +216,15 @@ async fn pods_by_image(context: &Context) -> BTreeMap<String, Vec<String>> {
 }
 
 /// Reports which images the rules would remove now, and why others stay.
-pub async fn report(context: &Context) -> Result<Report, CollectError> {
-    let mut ages = context.images.ages.lock().await;
-    plan_report(context, &mut ages).await
+pub async fn report(parts: &Parts) -> Result<Report, CollectError> {
+    let mut ages = parts.images.ages.lock().await;
+    plan_report(parts, &mut ages).await
 }
 
 /// Removes the images and containers of [`report`]. Returns the same report with the failures.
-pub async fn collect(context: &Context) -> Result<Report, CollectError> {
-    let mut ages = context.images.ages.lock().await;
-    let mut report = plan_report(context, &mut ages).await?;
+pub async fn collect(parts: &Parts) -> Result<Report, CollectError> {
+    let mut ages = parts.images.ages.lock().await;
+    let mut report = plan_report(parts, &mut ages).await?;
     for image in &report.images {
         let reason = match image.decision {
             Decision::Remove(RemovalReason::Age) => "age",
@@ -217,27 +232,27 @@ pub async fn collect(context: &Context) -> Result<Report, CollectError> {
             Decision::Keep(_) => continue,
         };
         let why = image.decision.to_string();
-        if let Err(error) = remove(context, &image.id, image.bytes, (reason, &why)).await {
+        if let Err(error) = remove(parts, &image.id, image.bytes, (reason, &why)).await {
             tracing::warn!(%error, "removing an image failed");
             report.failures.insert(image.id.clone(), error.to_string());
         }
     }
-    let (_, failures) = dead_containers::remove(context, &report.containers).await;
+    let (_, failures) = dead_containers::remove(&parts.dead_containers, &report.containers).await;
     report.failures.extend(failures);
     Ok(report)
 }
 
-async fn disk(context: &Context, stock: &ImageInventory) -> Result<Filesystem, CollectError> {
-    let disk = context.host.filesystem(&stock.mountpoint).await;
+async fn disk(parts: &Parts, stock: &ImageInventory) -> Result<Filesystem, CollectError> {
+    let disk = parts.host.filesystem(&stock.mountpoint).await;
     disk.map_err(CollectError::Unmeasured)
 }
 
-async fn plan_report(context: &Context, ages: &mut Ages) -> Result<Report, CollectError> {
-    let ObservedImages { images, stock, at } = observe_images(context, ages).await?;
-    let disk = disk(context, &stock).await?;
-    let rules = &context.config.image_rules;
-    let plan = ages.plan(&images, rules, disk, context.started, at);
-    let users = pods_by_image(context).await;
+async fn plan_report(parts: &Parts, ages: &mut Ages) -> Result<Report, CollectError> {
+    let ObservedImages { images, stock, at } = observe_images(parts, ages).await?;
+    let disk = disk(parts, &stock).await?;
+    let rules = &parts.config.image_rules;
+    let plan = ages.plan(&images, rules, disk, parts.started, at);
+    let users = pods_by_image(parts).await;
     let names = |id: &str| {
         let image = stock.images.iter().find(|i| i.id == *id);
         image.map(|i| i.names.clone()).unwrap_or_default()
@@ -253,10 +268,10 @@ async fn plan_report(context: &Context, ages: &mut Ages) -> Result<Report, Colle
         }
     };
     let judged = ages.decisions(&images, &plan, rules.minimum_age, at, by);
-    let containers = dead_containers::find(context, false).await;
+    let containers = dead_containers::find(&parts.dead_containers, false).await;
     let going = |judged: &&PlannedImage| matches!(judged.decision, Decision::Remove(_));
     Ok(Report {
-        node: context.config.node_name.clone(),
+        node: parts.config.node_name.clone(),
         at,
         filesystem: stock.mountpoint.display().to_string(),
         capacity_bytes: disk.capacity,
@@ -280,24 +295,18 @@ async fn plan_report(context: &Context, ages: &mut Ages) -> Result<Report, Colle
     })
 }
 
-async fn pass(context: &Context) -> Result<(), CollectError> {
-    let mut ages = context.images.ages.lock().await;
-    let ObservedImages { images, stock, at } = observe_images(context, &mut ages).await?;
-    let disk = disk(context, &stock).await?;
+async fn pass(parts: &Parts) -> Result<(), CollectError> {
+    let mut ages = parts.images.ages.lock().await;
+    let ObservedImages { images, stock, at } = observe_images(parts, &mut ages).await?;
+    let disk = disk(parts, &stock).await?;
     if disk.capacity == 0 {
         return Err(CollectError::NoCapacity);
     }
-    let plan = ages.plan(
-        &images,
-        &context.config.image_rules,
-        disk,
-        context.started,
-        at,
-    );
+    let plan = ages.plan(&images, &parts.config.image_rules, disk, parts.started, at);
     let mut failed = None;
     for image in &plan.aged {
         if let Err(error) = remove(
-            context,
+            parts,
             &image.id,
             image.size,
             ("age", "unused for longer than imageMaximumGCAge"),
@@ -308,7 +317,7 @@ async fn pass(context: &Context) -> Result<(), CollectError> {
         }
     }
     let why = "disk usage is above imageGCHighThresholdPercent";
-    let (freed, unfreed) = remove_until_freed(context, &plan.candidates, plan.wanted, why).await;
+    let (freed, unfreed) = remove_until_freed(parts, &plan.candidates, plan.wanted, why).await;
     if freed < plan.wanted {
         return Err(CollectError::TooLittle {
             percent: disk.percent(),
@@ -322,7 +331,7 @@ async fn pass(context: &Context) -> Result<(), CollectError> {
 
 /// Removes images in order, until at least `wanted` bytes are freed. Returns the freed bytes and the last failure.
 async fn remove_until_freed(
-    context: &Context,
+    parts: &Parts,
     images: &[ImageOnNode],
     wanted: u64,
     why: &str,
@@ -332,7 +341,7 @@ async fn remove_until_freed(
         if freed >= wanted {
             break;
         }
-        match remove(context, &image.id, image.size, ("space", why)).await {
+        match remove(parts, &image.id, image.size, ("space", why)).await {
             Ok(()) => freed += image.size,
             Err(error) => failed = Some(error),
         }
@@ -341,17 +350,17 @@ async fn remove_until_freed(
 }
 
 async fn remove(
-    context: &Context,
+    parts: &Parts,
     id: &str,
     bytes: u64,
     (reason, why): (&str, &str),
 ) -> Result<(), CollectError> {
-    let removed = context.runtime.remove_image(id).await;
+    let removed = parts.runtime.remove_image(id).await;
     removed.map_err(|why| CollectError::Unremoved {
         id: id.to_owned(),
         why,
     })?;
-    context.metrics.collected(reason);
+    parts.metrics.collected(reason);
     tracing::info!(image = id, bytes, "removed an image: {why}");
     Ok(())
 }

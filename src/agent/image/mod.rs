@@ -22,8 +22,8 @@ use tokio::time::Instant;
 use self::accounts::Caller;
 use self::provider::Providers;
 use self::records::Records;
-use super::Context;
-use super::events::Kind;
+use super::events::{Events, Kind};
+use super::metrics::Metrics;
 use holdfast_config::Config;
 use holdfast_core::backoff::PullBackoff;
 use holdfast_core::bucket::Bucket;
@@ -38,7 +38,9 @@ use holdfast_core::image::{pull_failure, untagged, with_default_tag};
 use holdfast_core::lock::lock;
 use holdfast_core::node::features;
 use holdfast_core::pod::{self, Role};
-use holdfast_cri::{Credentials, Image};
+use holdfast_cri::{Credentials, Image, Runtime};
+use holdfast_kubeapi::pods::PodApi;
+use holdfast_sys::clock::Clock;
 
 /// How long a failed pull is shown as such, before the container's reason becomes `ImagePullBackOff`.
 const PULL_ERROR_SHOWN_FOR: Duration = Duration::from_secs(2);
@@ -179,6 +181,16 @@ fn hash(entry: &Entry) -> String {
     digest::sha256(format!("{}\u{0}{}", entry.username, entry.password).as_bytes())
 }
 
+/// What pulls use.
+pub(crate) struct Parts {
+    pub runtime: Arc<dyn Runtime>,
+    pub api: Arc<dyn PodApi>,
+    pub clock: Clock,
+    pub events: Events,
+    pub metrics: Arc<Metrics>,
+    pub images: Arc<Images>,
+}
+
 /// Provides the CRI message of a pod's sandbox.
 #[async_trait]
 pub trait SandboxMessage: Send + Sync {
@@ -201,7 +213,7 @@ pub struct PullContext<'a> {
 
 /// Ensures that all images of a container are present.
 pub async fn ensure_all(
-    context: &Context,
+    parts: &Parts,
     pull_context: PullContext<'_>,
     container: &Container,
 ) -> Result<Pulled, Waiting> {
@@ -221,18 +233,18 @@ pub async fn ensure_all(
             image_pull_policy: source.pull_policy.clone(),
             ..container.clone()
         };
-        let image = ensure(context, pull_context, &wanted).await?;
+        let image = ensure(parts, pull_context, &wanted).await?;
         volumes.insert(volume.name.clone(), image.id);
     }
     Ok(Pulled {
-        own: ensure(context, pull_context, container).await?,
+        own: ensure(parts, pull_context, container).await?,
         volumes,
     })
 }
 
 /// The container in events about its image.
 struct ImageEvents<'a> {
-    context: &'a Context,
+    parts: &'a Parts,
     pull_context: PullContext<'a>,
     /// The container's field path.
     path: String,
@@ -241,7 +253,7 @@ struct ImageEvents<'a> {
 impl ImageEvents<'_> {
     fn emit_event(&self, kind: Kind, reason: &str, message: impl Into<String>) {
         let path = Some(self.path.clone());
-        self.context
+        self.parts
             .events
             .pod(self.pull_context.pod, path, kind, reason, message);
     }
@@ -256,13 +268,13 @@ impl ImageEvents<'_> {
 
 /// Ensures that the container's image is present.
 async fn ensure(
-    context: &Context,
+    parts: &Parts,
     pull_context: PullContext<'_>,
     container: &Container,
 ) -> Result<Image, Waiting> {
     let spec_image = container.image.clone().unwrap_or_default();
     let events = ImageEvents {
-        context,
+        parts,
         pull_context,
         path: pull_context.role.field_path(&container.name),
     };
@@ -271,7 +283,7 @@ async fn ensure(
         events.emit_failure((Kind::Warning, "InspectFailed", error.clone()), reason);
         Waiting::new(reason, Fault::invalid(error))
     })?;
-    let present = context.runtime.image(&name).await.map_err(|error| {
+    let present = parts.runtime.image(&name).await.map_err(|error| {
         let fault = Fault::from(error).context(&format!("Failed to inspect image {name:?}"));
         let reason = "ImageInspectError";
         let event = (Kind::Warning, "InspectFailed", fault.to_string());
@@ -285,7 +297,7 @@ async fn ensure(
     // An image that the pod may not use is treated as missing.
     let usable = match present {
         Some(image) if policy != "Always" => {
-            let allowed = may_use_present(context, &name, &image, pull_context).await;
+            let allowed = may_use_present(parts, &name, &image, pull_context).await;
             allowed.then_some(image)
         }
         _ => None,
@@ -311,26 +323,26 @@ async fn ensure(
 
 /// The credentials of plugins for an image and a pod, each with its service account if it is limited to one.
 async fn plugin_credentials(
-    context: &Context,
+    parts: &Parts,
     name: &str,
     pod: &Pod,
 ) -> Vec<(Entry, Option<ByAccount>)> {
     let caller = Caller {
-        accounts: &context.api,
+        accounts: &parts.api,
         pod,
-        now: context.clock.now(),
+        now: parts.clock.now(),
     };
-    context.images.providers.credentials(name, caller).await
+    parts.images.providers.credentials(name, caller).await
 }
 
 /// Whether a pod may use an image that is present (KEP-2535).
 async fn may_use_present(
-    context: &Context,
+    parts: &Parts,
     name: &str,
     image: &Image,
     pull_context: PullContext<'_>,
 ) -> bool {
-    let images = &context.images;
+    let images = &parts.images;
     // Without verification the disk is not read.
     let Some(records) = images
         .records
@@ -362,18 +374,18 @@ async fn may_use_present(
     if may(None) || !pulled::depends_on_account(untagged, record) {
         return may(None);
     }
-    let known = plugin_credentials(context, name, pull_context.pod).await;
+    let known = plugin_credentials(parts, name, pull_context.pod).await;
     may(known.iter().find_map(|(_, account)| account.as_ref()))
 }
 
 async fn pull(events: &ImageEvents<'_>, shown: &str, name: &str) -> Result<Image, Waiting> {
-    let context = events.context;
+    let parts = events.parts;
     let key = (
         events.pull_context.pod.uid().unwrap_or_default(),
         name.to_owned(),
     );
-    let backoff = || lock(&context.images.backoff);
-    let held = backoff().remaining(&key, context.clock.now());
+    let backoff = || lock(&parts.images.backoff);
+    let held = backoff().remaining(&key, parts.clock.now());
     if let Some((until, error)) = held {
         let (reason, message) = (
             "ImagePullBackOff",
@@ -389,10 +401,10 @@ async fn pull(events: &ImageEvents<'_>, shown: &str, name: &str) -> Result<Image
     }
     events.emit_event(Kind::Normal, "Pulling", format!("Pulling image {shown:?}"));
     let begun = Instant::now();
-    match attempt(context, name, events.pull_context).await {
+    match attempt(parts, name, events.pull_context).await {
         Ok((image, took)) => {
             backoff().succeeded(&key);
-            context.metrics.pulled(image.size, took);
+            parts.metrics.pulled(image.size, took);
             let message = format!(
                 "Successfully pulled image {shown:?} in {took:.3?} ({:.3?} including waiting). Image size: {} bytes.",
                 begun.elapsed(),
@@ -404,13 +416,13 @@ async fn pull(events: &ImageEvents<'_>, shown: &str, name: &str) -> Result<Image
         Err(error) => {
             let (reason, message) = pull_failure(shown, &error);
             let shown_later = format!("{reason}: {message}");
-            let until = backoff().failed(key, &shown_later, context.clock.now());
+            let until = backoff().failed(key, &shown_later, parts.clock.now());
             let error_message = format!("Failed to pull image {shown:?}: {error}");
             events.emit_failure((Kind::Warning, "Failed", error_message), reason);
             Err(Waiting {
                 reason: reason.into(),
                 message,
-                again: Some(until.min(context.clock.now() + PULL_ERROR_SHOWN_FOR)),
+                again: Some(until.min(parts.clock.now() + PULL_ERROR_SHOWN_FOR)),
                 class: Class::RetryLater,
             })
         }
@@ -419,11 +431,11 @@ async fn pull(events: &ImageEvents<'_>, shown: &str, name: &str) -> Result<Image
 
 /// All credentials for the image, in the order in which they are tried.
 async fn credentials_to_try(
-    context: &Context,
+    parts: &Parts,
     name: &str,
     pull_context: PullContext<'_>,
 ) -> Vec<(Option<Credentials>, PullCredential)> {
-    let images = &context.images;
+    let images = &parts.images;
     let login = |entry: Entry| {
         Some(Credentials {
             username: entry.username,
@@ -440,7 +452,7 @@ async fn credentials_to_try(
             .into_iter()
             .map(|entry| (login(entry), PullCredential::Anyone)),
     );
-    let plugin_credentials = plugin_credentials(context, name, pull_context.pod)
+    let plugin_credentials = plugin_credentials(parts, name, pull_context.pod)
         .await
         .into_iter();
     all.extend(plugin_credentials.map(|(entry, account)| {
@@ -454,15 +466,15 @@ async fn credentials_to_try(
 }
 
 async fn attempt(
-    context: &Context,
+    parts: &Parts,
     name: &str,
     pull_context: PullContext<'_>,
 ) -> Result<(Image, std::time::Duration), String> {
-    let images = &context.images;
+    let images = &parts.images;
     let sandbox = pull_context.sandbox.sandbox_message().await;
     let sandbox = sandbox.map_err(|fault| fault.message)?;
     let _slot = images.slots.acquire().await.map_err(|e| e.to_string())?;
-    let quota = lock(&images.quota).take(context.clock.now());
+    let quota = lock(&images.quota).take(parts.clock.now());
     if quota.is_err() {
         return Err("pull QPS exceeded".into());
     }
@@ -472,21 +484,17 @@ async fn attempt(
         None => None,
     };
     let mut errors: Vec<String> = Vec::new();
-    for (credentials, by) in credentials_to_try(context, name, pull_context).await {
-        let pulled = context.runtime.pull(name, credentials, &sandbox);
+    for (credentials, by) in credentials_to_try(parts, name, pull_context).await {
+        let pulled = parts.runtime.pull(name, credentials, &sandbox);
         if let Err(error) = pulled.await {
             errors.push(error.without_unknown());
             continue;
         }
-        let image = context
-            .runtime
-            .image(name)
-            .await
-            .map_err(|e| e.to_string())?;
+        let image = parts.runtime.image(name).await.map_err(|e| e.to_string())?;
         let image = image
             .ok_or_else(|| format!("the runtime pulled the image {name:?} but does not list it"))?;
         if let Some(pull) = record {
-            let now = context.clock.now();
+            let now = parts.clock.now();
             let done = pull
                 .record_success(&image.id, untagged(name), by, now)
                 .await;

@@ -3,13 +3,17 @@
 //! these cgroups, or in those of pods, are reverted.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
+use tokio::sync::watch;
 use tokio::time::Instant;
 
+use super::ledger::LedgerHandle;
 use super::{limits, size};
-use crate::{Context, Kind};
+use crate::KnownPods;
+use crate::events::{Events, Kind};
 use holdfast_config::Config;
 use holdfast_core::backoff::Doubling;
 use holdfast_core::node::capacity;
@@ -18,8 +22,10 @@ use holdfast_core::node::cgroup_tree::{
 };
 use holdfast_core::pod;
 use holdfast_core::pod::cgroup_values::{RestoredCgroup, Values};
+use holdfast_core::pod::resources::Amounts;
 use holdfast_core::quantity::Quantity;
-use holdfast_host::HostError;
+use holdfast_host::{HostError, PodHost};
+use holdfast_sys::machine::Machine;
 use holdfast_sys::meter;
 
 /// Collects changes for this time, as many pods may start or stop together.
@@ -33,21 +39,33 @@ const REPORT_BACKOFF: Doubling = Doubling::new(Duration::from_secs(60), Duration
 /// After this time without a change by another program, a further change of the same file is reported again.
 const REPORT_AGAIN_AFTER: Duration = Duration::from_secs(600);
 
-/// Applies the values, and reverts changes by other programs.
-pub(super) async fn run(context: &Context) {
-    tokio::join!(apply(context), revert_changes(context));
+/// What setting the values of cgroups uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub machine: Arc<Machine>,
+    /// The resources that pods may use on this node.
+    pub allocatable: Amounts,
+    pub host: Arc<dyn PodHost>,
+    pub events: Events,
+    pub ledger: LedgerHandle,
+    pub roster: watch::Sender<KnownPods>,
 }
 
-fn supply(context: &Context) -> Supply {
-    let config = &context.config;
-    let mut capacity = capacity::capacity(&size(&context.machine), limits(config));
+/// Applies the values, and reverts changes by other programs.
+pub(super) async fn run(parts: &Parts) {
+    tokio::join!(apply(parts), revert_changes(parts));
+}
+
+fn supply(parts: &Parts) -> Supply {
+    let config = &parts.config;
+    let mut capacity = capacity::capacity(&size(&parts.machine), limits(config));
     let (pids, _) = meter::processes();
     let pids = i64::try_from(pids).unwrap_or(i64::MAX);
     capacity.insert(PIDS.to_owned(), Quantity::from_units(pids));
     Supply {
         capacity,
         reserved: config.reserved.clone(),
-        allocatable: context.allocatable(),
+        allocatable: parts.allocatable.clone(),
     }
 }
 
@@ -57,16 +75,16 @@ fn event_messages(config: &Config, group: &Group) -> Option<(String, String)> {
     let rules = &config.enforcement;
     match group {
         Group::Pods | Group::Root if rules.limits_pods || *group == Group::Root => {
-            let parts = config.cgroup_root.split('/');
-            let parts = parts.filter(|part| !part.is_empty());
+            let names = config.cgroup_root.split('/');
+            let names = names.filter(|part| !part.is_empty());
             let all = (*group == Group::Pods).then_some("kubepods");
-            let parts: Vec<&str> = parts.chain(all).collect();
-            if parts.is_empty() {
+            let names: Vec<&str> = names.chain(all).collect();
+            if names.is_empty() {
                 return None;
             }
             Some((
                 "Updated Node Allocatable limit across pods".to_owned(),
-                format!("Failed to update Node Allocatable Limits {:?}", parts),
+                format!("Failed to update Node Allocatable Limits {:?}", names),
             ))
         }
         Group::Reserved(name) => {
@@ -104,7 +122,7 @@ struct LastReport {
 
 /// Reports changes in the state of a cgroup: the first success, a failure, and with back-off the same failure.
 fn report_change(
-    context: &Context,
+    parts: &Parts,
     reports: &mut HashMap<String, LastReport>,
     group: &Group,
     error: Option<&HostError>,
@@ -120,15 +138,13 @@ fn report_change(
     };
     let first = !reports.contains_key(&key);
     let again = backoff.pause();
-    let config = &context.config;
+    let config = &parts.config;
     let event = |kind, message: String| {
         let reason = match kind {
             Kind::Normal => "NodeAllocatableEnforced",
             Kind::Warning => "FailedNodeAllocatableEnforcement",
         };
-        context
-            .events
-            .node(&config.node_name, kind, reason, message);
+        parts.events.node(&config.node_name, kind, reason, message);
     };
     match (event_messages(config, group), error) {
         (messages, Some(error)) => {
@@ -156,24 +172,24 @@ fn report_change(
 }
 
 /// Applies the values of all cgroups, again whenever pods start or stop.
-async fn apply(context: &Context) {
-    let mut roster = context.roster.subscribe();
-    let supply = supply(context);
-    let rules: &Rules = &context.config.enforcement;
+async fn apply(parts: &Parts) {
+    let mut roster = parts.roster.subscribe();
+    let supply = supply(parts);
+    let rules: &Rules = &parts.config.enforcement;
     let (mut reports, mut pauses) = (HashMap::new(), RETRY);
     loop {
         let known = roster.borrow_and_update().clone();
         let alive = known.iter().map(|k| &k.pod);
         let alive = alive.filter(|p| !pod::is_terminal(p)).cloned().collect();
-        let alive = with_allocated_resources(alive, &context.ledger.pods().await);
+        let alive = with_allocated_resources(alive, &parts.ledger.pods().await);
         let alive = alive.iter().map(|p| &**p);
         let alive: Vec<&Pod> = alive.collect();
         let wanted: Vec<(Group, Values)> = tree(&supply, rules, &alive);
-        let answers = context.host.apply_tree(&wanted).await;
+        let answers = parts.host.apply_tree(&wanted).await;
         let mut failed = false;
         for ((group, _), answer) in wanted.iter().zip(&answers) {
             failed |= answer.is_err();
-            report_change(context, &mut reports, group, answer.as_ref().err());
+            report_change(parts, &mut reports, group, answer.as_ref().err());
         }
         if !failed {
             pauses.reset();
@@ -189,10 +205,10 @@ async fn apply(context: &Context) {
 }
 
 /// Reverts changes by other programs. Repeated changes are reported once.
-async fn revert_changes(context: &Context) {
+async fn revert_changes(parts: &Parts) {
     let mut reported: HashMap<(String, String), Instant> = HashMap::new();
     loop {
-        for mended in context.host.restore_cgroups().await {
+        for mended in parts.host.restore_cgroups().await {
             let RestoredCgroup {
                 cgroup,
                 changes,

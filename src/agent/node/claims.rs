@@ -18,7 +18,8 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::checkpoint::Checkpoint;
 use super::claim_metrics;
-use crate::Context;
+use super::ledger::LedgerHandle;
+use crate::metrics::Metrics;
 use crate::pod::relist::Hint;
 use crate::pod::roster::Roster;
 use holdfast_core::lock::lock;
@@ -30,10 +31,12 @@ use holdfast_core::node::claims::{check_claim, check_response, references};
 use holdfast_core::pod;
 use holdfast_core::pod::status::devices::OfPod;
 use holdfast_core::repeated::RepeatedFailures;
+use holdfast_cri::Runtime;
 use holdfast_devices::PluginError;
 use holdfast_devices::dra::{Answers, Driver, HealthError, Report};
 use holdfast_host::HostError;
-use holdfast_kubeapi::pods::ApiFailure;
+use holdfast_kubeapi::pods::{ApiFailure, PodApi};
+use holdfast_sys::clock::Clock;
 use holdfast_sys::failure::doing;
 
 /// Interval between releases of leftover claims, as in the kubelet.
@@ -72,6 +75,15 @@ pub struct ClaimManager {
     /// Notified when a driver reports the health of its devices.
     health_changed: watch::Sender<()>,
     begun: tokio::time::Instant,
+}
+
+/// What the registration of drivers and the release of claims use.
+pub(crate) struct Parts {
+    pub runtime: Arc<dyn Runtime>,
+    pub clock: Clock,
+    pub metrics: Arc<Metrics>,
+    pub ledger: LedgerHandle,
+    pub manager: Arc<ClaimManager>,
 }
 
 fn restored(checkpoint: &Checkpoint) -> Result<Claims, HostError> {
@@ -298,18 +310,23 @@ impl ClaimManager {
     /// # Errors
     ///
     /// If the pod must not use one of the claims, or a driver fails to prepare it.
-    pub async fn prepare(&self, context: &Context, pod: &Pod) -> Result<(), ClaimsFailed> {
+    pub async fn prepare(
+        &self,
+        api: &dyn PodApi,
+        metrics: &Metrics,
+        pod: &Pod,
+    ) -> Result<(), ClaimsFailed> {
         let begun = Instant::now();
-        let outcome = self.prepare_inner(context, pod).await;
-        claim_metrics::prepared(&context.metrics, outcome.is_err(), begun.elapsed());
+        let outcome = self.prepare_inner(api, pod).await;
+        claim_metrics::prepared(metrics, outcome.is_err(), begun.elapsed());
         outcome
     }
 
-    async fn prepare_inner(&self, context: &Context, pod: &Pod) -> Result<(), ClaimsFailed> {
+    async fn prepare_inner(&self, api: &dyn PodApi, pod: &Pod) -> Result<(), ClaimsFailed> {
         let mut wanted: Vec<AllocatedClaim> = vec![];
         for reference in references(pod)? {
             let (namespace, name) = (meta::namespace(pod), &reference.name);
-            let claim = context.api.device_claim(namespace, name).await;
+            let claim = api.device_claim(namespace, name).await;
             let claim = claim.map_err(|why| ClaimsFailed::Unread {
                 claim: name.clone(),
                 why,
@@ -343,13 +360,13 @@ impl ClaimManager {
     /// # Errors
     ///
     /// If a driver cannot be reached, or fails to unprepare a claim.
-    pub async fn release(&self, context: &Context, uid: &str) -> Result<(), ClaimsFailed> {
+    pub async fn release(&self, metrics: &Metrics, uid: &str) -> Result<(), ClaimsFailed> {
         if !self.read(|claims| claims.uses(uid)) {
             return Ok(());
         }
         let begun = Instant::now();
         let outcome = self.release_inner(uid).await;
-        claim_metrics::given_back(&context.metrics, outcome.is_err(), begun.elapsed());
+        claim_metrics::given_back(metrics, outcome.is_err(), begun.elapsed());
         outcome
     }
 
@@ -419,46 +436,46 @@ async fn accepts_connections(socket: &Path) -> bool {
 
 /// Registers the driver with this socket. `by` is the socket of the registration.
 pub async fn register(
-    context: &Arc<Context>,
+    parts: &Arc<Parts>,
     name: &str,
     services: &[String],
     socket: &Path,
     by: &Path,
 ) -> Result<(), String> {
-    let (metrics, own) = (Arc::clone(&context.metrics), name.to_owned());
+    let (metrics, own) = (Arc::clone(&parts.metrics), name.to_owned());
     let report: Report = Arc::new(move |method, code, took| {
         claim_metrics::called(&metrics, &own, method, code, took)
     });
     let driver = Driver::new(socket, services, report)?;
     tracing::info!(driver = name, socket = %socket.display(), ?services, "DRA driver registered");
     {
-        let mut state = context.claims.lock();
+        let mut state = parts.manager.lock();
         let instances = state.drivers.entry(name.to_owned()).or_default();
         instances.retain(|instance| instance.by != by);
         instances.push(Instance {
             by: by.into(),
             socket: socket.into(),
             _listener: AbortOnDropHandle::new(tokio::spawn(watch_health(
-                Arc::clone(context),
+                Arc::clone(parts),
                 name.to_owned(),
                 driver.clone(),
             ))),
             driver,
         });
-        context.claims.publish_registered(&state);
+        parts.manager.publish_registered(&state);
     }
     // Pods that wait for the driver can retry immediately.
-    context.ledger.drivers_changed();
+    parts.ledger.drivers_changed();
     Ok(())
 }
 
 /// Watches the health of a driver's devices. Returns if the driver does not support this. When the stream breaks, as it
 /// does when the driver is replaced, the last report stays valid until it expires.
-async fn watch_health(context: Arc<Context>, name: String, driver: Driver) {
+async fn watch_health(parts: Arc<Parts>, name: String, driver: Driver) {
     let watch = async || -> Result<(), HealthError> {
         let mut stream = driver.health().await?;
         while let Some(devices) = stream.next().await? {
-            context.claims.record_health(&name, devices);
+            parts.manager.record_health(&name, devices);
         }
         Ok(())
     };
@@ -475,8 +492,7 @@ async fn watch_health(context: Arc<Context>, name: String, driver: Driver) {
 }
 
 /// Notifies pods when the health of their devices changes. Runs until the receiver of hints is dropped.
-async fn notify_pods(context: &Context, hints: mpsc::Sender<Hint>) {
-    let manager = &context.claims;
+async fn notify_pods(manager: &ClaimManager, hints: mpsc::Sender<Hint>) {
     let (mut prepared, mut health_changed) = (
         manager.checkpoint.changes(),
         manager.health_changed.subscribe(),
@@ -510,54 +526,53 @@ async fn notify_pods(context: &Context, hints: mpsc::Sender<Hint>) {
 
 /// Releases claims of pods that are no longer on this node, and notifies pods
 /// of device health. Runs until the process exits.
-pub async fn run(
-    context: Arc<Context>,
-    roster: watch::Receiver<Roster>,
-    hints: mpsc::Sender<Hint>,
-) {
-    tokio::join!(release_all(&context, roster), notify_pods(&context, hints));
+pub async fn run(parts: Arc<Parts>, roster: watch::Receiver<Roster>, hints: mpsc::Sender<Hint>) {
+    tokio::join!(
+        release_all(&parts, roster),
+        notify_pods(&parts.manager, hints)
+    );
 }
 
-async fn release_all(context: &Context, mut roster: watch::Receiver<Roster>) {
+async fn release_all(parts: &Parts, mut roster: watch::Receiver<Roster>) {
     if roster.wait_for(|roster| roster.complete).await.is_err() {
         return std::future::pending().await;
     }
-    let mut changes = context.claims.checkpoint.changes();
+    let mut changes = parts.manager.checkpoint.changes();
     let mut failures = RepeatedFailures::default();
     loop {
         changes.mark_unchanged();
-        if context.claims.read(|claims| claims.pods().is_empty()) {
+        if parts.manager.read(|claims| claims.pods().is_empty()) {
             let _ = changes.changed().await;
             continue;
         }
-        release_orphaned(context, &roster, &mut failures).await;
+        release_orphaned(parts, &roster, &mut failures).await;
         tokio::time::sleep(RECONCILE_INTERVAL).await;
     }
 }
 
 async fn release_orphaned(
-    context: &Context,
+    parts: &Parts,
     roster: &watch::Receiver<Roster>,
     failures: &mut RepeatedFailures<String>,
 ) {
     // A running pod still uses its devices, even if no source contains it.
-    let listed = match context.runtime.list().await {
+    let listed = match parts.runtime.list().await {
         Ok(listed) => listed,
         Err(error) => {
             tracing::debug!(%error, "cannot list the runtime's pods: resource claims of deleted pods are not released yet");
             return;
         }
     };
-    let mut left = context.claims.read(Claims::pods);
+    let mut left = parts.manager.read(Claims::pods);
     left.retain(|uid| !roster.borrow().has(uid) && !listed.iter().any(|p| p.uid == *uid));
     for uid in left {
-        match context.claims.release(context, &uid).await {
+        match parts.manager.release(&parts.metrics, &uid).await {
             Ok(()) => {
                 failures.clear(&uid);
                 tracing::info!(pod = uid, "resource claims of a deleted pod released");
             }
             Err(error) => {
-                let due = failures.record(uid.clone(), &error.to_string(), context.clock.now());
+                let due = failures.record(uid.clone(), &error.to_string(), parts.clock.now());
                 if let Some(repetitions) = due {
                     tracing::warn!(
                         %error,

@@ -21,7 +21,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::checkpoint::Checkpoint;
 use super::log_dropped_reply;
-use crate::Context;
+use crate::metrics::Metrics;
 use crate::pod::relist::Hint;
 use crate::pod::roster::Roster;
 use holdfast_core::lock::lock;
@@ -30,10 +30,12 @@ use holdfast_core::node::devices::checkpoint as format;
 use holdfast_core::node::devices::{DeviceConfig, DeviceError, Devices, Slot, is_resource_name};
 use holdfast_core::pod;
 use holdfast_core::pod::resources::Amounts;
+use holdfast_cri::Runtime;
 use holdfast_devices::{
     Options, Plugin, PluginError, Register, Registration, VERSION, serve_registration,
 };
 use holdfast_host::HostError;
+use holdfast_sys::clock::Clock;
 
 /// The name of the registration socket.
 const SOCKET: &str = "kubelet.sock";
@@ -153,7 +155,7 @@ impl DeviceManager {
     /// Calls `Allocate` for the reserved devices of containers, and stores the answers in the checkpoint.
     async fn allocate_reserved(
         &self,
-        context: &Context,
+        metrics: &Metrics,
         uid: &str,
         slots: &[Slot],
     ) -> Result<(), DeviceError> {
@@ -176,7 +178,7 @@ impl DeviceManager {
             let ids = self.read(|devices| devices.ids(uid, slot));
             let begun = Instant::now();
             let answer = plugin.allocate(ids).await;
-            context.metrics.device_allocated(resource, begun.elapsed());
+            metrics.device_allocated(resource, begun.elapsed());
             let answer = answer.map_err(|e| failed("Allocate", &e))?;
             if !self.change(|state| state.devices.record_response(uid, slot, answer)) {
                 tracing::debug!(
@@ -265,28 +267,35 @@ impl DeviceManager {
     }
 }
 
+/// What the registration of device plugins uses.
+pub(crate) struct Parts {
+    pub clock: Clock,
+    pub metrics: Arc<Metrics>,
+    pub manager: Arc<DeviceManager>,
+}
+
 /// Requests the devices of an admitted pod in a separate task, and sends the final decision about its admission.
+/// `release` releases all resources of a rejected pod.
 pub(super) fn allocate(
-    context: &Arc<Context>,
+    manager: &Arc<DeviceManager>,
+    metrics: &Arc<Metrics>,
     pod: Arc<Pod>,
     slots: Vec<Slot>,
     reply: oneshot::Sender<Result<(), Refusal>>,
+    release: impl FnOnce(&str) + Send + 'static,
 ) {
-    let context = Arc::clone(context);
+    let (manager, metrics) = (Arc::clone(manager), Arc::clone(metrics));
     tokio::spawn(async move {
         let uid = pod::uid(&pod);
-        let Err(error) = context
-            .devices
-            .allocate_reserved(&context, uid, &slots)
-            .await
-        else {
+        let allocated = manager.allocate_reserved(&metrics, uid, &slots).await;
+        let Err(error) = allocated else {
             return log_dropped_reply(reply.send(Ok(())));
         };
         tracing::warn!(%error, pod = %pod::full_name(&pod), "allocating the devices of a pod failed");
-        context.devices.lock().devices.release_pending(uid);
+        manager.lock().devices.release_pending(uid);
         // A dropped reply means that the pod is terminating, which releases its resources.
         if !reply.is_closed() {
-            context.ledger.release(uid);
+            release(uid);
         }
         log_dropped_reply(reply.send(Err(error.refusal())));
     });
@@ -296,13 +305,13 @@ pub(super) fn allocate(
 /// the registration. Errors have the words of upstream's `pkg/kubelet/cm/devicemanager` (`manager.go`,
 /// `plugin/v1beta1/api.go`), since operators of plugins search for them.
 pub async fn register(
-    context: &Arc<Context>,
+    parts: &Arc<Parts>,
     resource: &str,
     versions: &[String],
     socket: &Path,
     by: &Path,
 ) -> Result<(), String> {
-    context.metrics.device_plugin_registered(resource);
+    parts.metrics.device_plugin_registered(resource);
     if !versions.iter().any(|v| v == VERSION) {
         let versions = versions.join(", ");
         return Err(format!(
@@ -318,11 +327,11 @@ pub async fn register(
     let options = plugin.options().await;
     let options = options.map_err(|e| format!("failed to get device plugin options: {e}"))?;
     tracing::info!(resource, socket = %socket.display(), ?options, "device plugin registered");
-    context.devices.change(|state| {
+    parts.manager.change(|state| {
         state.registrations += 1;
         let number = state.registrations;
         let follow = watch_devices(
-            Arc::clone(context),
+            Arc::clone(parts),
             resource.to_owned(),
             number,
             plugin.clone(),
@@ -344,13 +353,13 @@ pub async fn register(
 }
 
 /// Watches a plugin's devices until the stream ends.
-async fn watch_devices(context: Arc<Context>, resource: String, number: u64, plugin: Plugin) {
+async fn watch_devices(parts: Arc<Parts>, resource: String, number: u64, plugin: Plugin) {
     let ended = async {
         let mut listing = plugin.list().await?;
         while let Some(listed) = listing.next().await? {
             let count = listed.len();
             let list = |state: &mut State| state.devices.set_devices(&resource, number, listed);
-            if context.devices.change(list) {
+            if parts.manager.change(list) {
                 tracing::info!(
                     resource,
                     devices = count,
@@ -363,13 +372,11 @@ async fn watch_devices(context: Arc<Context>, resource: String, number: u64, plu
     if let Err(error) = ended.await {
         tracing::debug!(%error, resource, "the stream of a device plugin broke");
     }
-    let now = context.clock.now();
-    context
-        .devices
-        .mark_registration_gone(&resource, number, now);
+    let now = parts.clock.now();
+    parts.manager.mark_registration_gone(&resource, number, now);
 }
 
-struct Registrar(Arc<Context>);
+struct Registrar(Arc<Parts>);
 
 #[async_trait]
 impl Register for Registrar {
@@ -380,10 +387,10 @@ impl Register for Registrar {
             return Err(format!(
                 "the endpoint {:?} is not the name of a socket in {}",
                 registration.endpoint,
-                self.0.devices.dir.display()
+                self.0.manager.dir.display()
             ));
         }
-        let socket = self.0.devices.dir.join(name);
+        let socket = self.0.manager.dir.join(name);
         let versions = [registration.version];
         let outcome = register(&self.0, &registration.resource, &versions, &socket, &socket).await;
         if let Err(error) = &outcome {
@@ -413,11 +420,12 @@ fn listen(dir: &Path) -> std::io::Result<UnixListener> {
 
 /// Serves registrations and writes the checkpoint until the process exits.
 pub async fn run(
-    context: Arc<Context>,
+    parts: Arc<Parts>,
+    runtime: Arc<dyn Runtime>,
     roster: watch::Receiver<Roster>,
     hints: mpsc::Sender<Hint>,
 ) {
-    let dir = &context.devices.dir;
+    let dir = &parts.manager.dir;
     let listener = match listen(dir) {
         Ok(listener) => listener,
         Err(error) => {
@@ -425,22 +433,22 @@ pub async fn run(
             return std::future::pending().await;
         }
     };
-    let registrar = Arc::new(Registrar(Arc::clone(&context)));
+    let registrar = Arc::new(Registrar(Arc::clone(&parts)));
     tokio::join!(
         serve_registration(listener, registrar),
-        maintain_checkpoint(&context),
-        release_deleted(&context, roster),
-        notify_pods(&context, hints),
+        maintain_checkpoint(&parts),
+        release_deleted(&parts.manager, &*runtime, roster),
+        notify_pods(&parts.manager, hints),
     );
 }
 
 /// Writes the checkpoint after changes, and drops resources whose plugin does not return in time.
-async fn maintain_checkpoint(context: &Context) {
-    let manager = &context.devices;
+async fn maintain_checkpoint(parts: &Parts) {
+    let manager = &parts.manager;
     let mut changes = manager.changes();
     loop {
         changes.mark_unchanged();
-        let now = context.clock.now();
+        let now = parts.clock.now();
         manager.change(|state| state.devices.expire(now));
         let saved = manager.save().await;
         if let Err(error) = &saved {
@@ -460,12 +468,12 @@ async fn maintain_checkpoint(context: &Context) {
 }
 
 /// Notifies pods when the health of their devices changes. Runs until the receiver of hints is dropped.
-async fn notify_pods(context: &Context, hints: mpsc::Sender<Hint>) {
-    let mut changes = context.devices.changes();
+async fn notify_pods(manager: &DeviceManager, hints: mpsc::Sender<Hint>) {
+    let mut changes = manager.changes();
     let mut notified = BTreeMap::new();
     loop {
         changes.mark_unchanged();
-        let now = context.devices.read(Devices::health_of_all);
+        let now = manager.read(Devices::health_of_all);
         for (uid, health) in &now {
             if notified.get(uid) != Some(health)
                 && hints.send(Hint::Devices(uid.clone())).await.is_err()
@@ -481,12 +489,16 @@ async fn notify_pods(context: &Context, hints: mpsc::Sender<Hint>) {
 }
 
 /// Releases the devices of pods that were deleted while no agent was running, once all pods are known.
-async fn release_deleted(context: &Context, mut roster: watch::Receiver<Roster>) {
+async fn release_deleted(
+    manager: &DeviceManager,
+    runtime: &dyn Runtime,
+    mut roster: watch::Receiver<Roster>,
+) {
     if roster.wait_for(|roster| roster.complete).await.is_err() {
         return;
     }
     let listed = loop {
-        match context.runtime.list().await {
+        match runtime.list().await {
             Ok(listed) => break listed,
             Err(error) => {
                 tracing::debug!(%error, "cannot list the runtime's pods: devices of deleted pods are not released yet");
@@ -495,7 +507,7 @@ async fn release_deleted(context: &Context, mut roster: watch::Receiver<Roster>)
         }
     };
     let exists = |uid: &str| roster.borrow().has(uid) || listed.iter().any(|p| p.uid == uid);
-    context.devices.change(|state| state.devices.retain(exists));
+    manager.change(|state| state.devices.retain(exists));
 }
 
 #[cfg(test)]

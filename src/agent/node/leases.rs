@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use tokio::time::timeout;
 
-use crate::Context;
 use holdfast_core::node::leases::Attachments;
+use holdfast_cri::Runtime;
 use holdfast_sys::leases::release_orphaned;
 
 /// Interval between checks.
@@ -18,13 +18,13 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 const CLEANUP_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Runs until the process exits. No other task waits for this.
-pub(super) async fn run(context: &Context) {
+pub(super) async fn run(runtime: &dyn Runtime, call_timeout: Duration) {
     // The client's deadline for RunPodSandbox is twice that of other calls, and the listing may
     // be older than the check by [`ANSWER_TIMEOUT`].
-    let min_age = context.config.runtime_timeout * 2 + CLEANUP_TIMEOUT + ANSWER_TIMEOUT;
+    let min_age = call_timeout * 2 + CLEANUP_TIMEOUT + ANSWER_TIMEOUT;
     let mut networks = BTreeSet::new();
     loop {
-        match timeout(ANSWER_TIMEOUT, context.runtime.attachments()).await {
+        match timeout(ANSWER_TIMEOUT, runtime.attachments()).await {
             Ok(Ok(found)) => {
                 // Networks whose configuration was removed still have leases.
                 networks.extend(found.networks);

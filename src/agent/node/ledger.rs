@@ -10,11 +10,14 @@ use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::log_dropped_reply;
-use super::{AdmissionNode, devices, manager_metrics};
+use super::{AdmissionNode, DeviceManager, OwnNode, devices, manager_metrics};
+use crate::events::{Events, Kind};
+use crate::metrics::Metrics;
 use crate::pod::inbox::Inbox;
-use crate::{Context, Kind};
+use holdfast_config::Config;
 use holdfast_core::node::admit::{self, NodeResources, NodeState, Refusal};
 use holdfast_core::node::devices::{Devices, Slot};
+use holdfast_core::node::eviction::Pressures;
 use holdfast_core::node::ledger::{Decision, Eviction, Ledger, requests_more};
 use holdfast_core::node::managers::Managers;
 use holdfast_core::pod;
@@ -22,6 +25,8 @@ use holdfast_core::pod::lifecycle::Verdict;
 use holdfast_core::pod::pinning::Pinning;
 use holdfast_core::pod::resources::Amounts;
 use holdfast_core::pod::worker::Input;
+use holdfast_cri::Features;
+use holdfast_sys::machine::Machine;
 
 /// A request to the actor.
 enum Request {
@@ -235,8 +240,27 @@ struct Waiting {
     reply: oneshot::Sender<Result<(), Refusal>>,
 }
 
+/// What the ledger uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub machine: Arc<Machine>,
+    /// The resources that pods may use on this node.
+    pub allocatable: Amounts,
+    /// Whether containers may swap.
+    pub swaps: bool,
+    pub node: Arc<OwnNode>,
+    pub events: Events,
+    pub metrics: Arc<Metrics>,
+    pub devices: Arc<DeviceManager>,
+    pub features: watch::Sender<Features>,
+    pub pressures: watch::Sender<Pressures>,
+    pub shutting_down: watch::Sender<bool>,
+    /// Releases the resources of a pod whose devices could not be allocated.
+    pub handle: LedgerHandle,
+}
+
 struct Actor {
-    context: Arc<Context>,
+    parts: Arc<Parts>,
     ledger: Ledger,
     inboxes: BTreeMap<String, Inbox>,
     waiting: Vec<Waiting>,
@@ -254,9 +278,9 @@ struct Actor {
 }
 
 /// Handles requests until the process exits.
-pub async fn run(context: Arc<Context>, mut requests: Requests) {
+pub(crate) async fn run(parts: Arc<Parts>, mut requests: Requests) {
     let mut actor = Actor {
-        context,
+        parts,
         ledger: Ledger::default(),
         inboxes: BTreeMap::new(),
         waiting: vec![],
@@ -267,7 +291,7 @@ pub async fn run(context: Arc<Context>, mut requests: Requests) {
         unsaved: false,
         granted: vec![],
     };
-    manager_metrics::begin(&actor.context.metrics, &actor.managers);
+    manager_metrics::begin(&actor.parts.metrics, &actor.managers);
     loop {
         tokio::select! {
             // The order is fixed, so that a simulated run replays exactly.
@@ -277,7 +301,7 @@ pub async fn run(context: Arc<Context>, mut requests: Requests) {
                 Some(request) => actor.answer(request),
                 None => return,
             },
-            () = actor.context.node.wait_until_known(), if !actor.before_node.is_empty() => actor.admit_after_node(),
+            () = actor.parts.node.wait_until_known(), if !actor.before_node.is_empty() => actor.admit_after_node(),
             () = actor.preemption_deadline(), if !actor.waiting.is_empty() => actor.stop_waiting_for_overdue(),
         }
         actor.save().await;
@@ -320,7 +344,7 @@ impl Actor {
             Request::Evict { eviction, reply } => {
                 let accepted = self.ledger.evict(&eviction.uid);
                 if accepted {
-                    self.context.metrics.evicted(&eviction.signal);
+                    self.parts.metrics.evicted(&eviction.signal);
                     self.notify_worker(&eviction.uid, eviction.verdict);
                 }
                 log_dropped_reply(reply.send(accepted));
@@ -373,7 +397,7 @@ impl Actor {
                 pod = pod::full_name(&victim),
                 "the preempted pod did not terminate in time; the critical pod no longer waits for it"
             );
-            let events = &self.context.events;
+            let events = &self.parts.events;
             events.pod(&victim, None, Kind::Warning, "ExceededGracePeriod", message);
         }
         self.admit_waiting();
@@ -392,8 +416,8 @@ impl Actor {
 
     fn admit(&mut self, waiting: Waiting) {
         let uid = pod::uid(&waiting.pod).to_owned();
-        let (context, now) = (Arc::clone(&self.context), self.epoch.elapsed());
-        let Some(node) = context.node.node_for_admission(&waiting.pod) else {
+        let (parts, now) = (Arc::clone(&self.parts), self.epoch.elapsed());
+        let Some(node) = parts.node.node_for_admission(&waiting.pod) else {
             if self.before_node.is_empty() {
                 tracing::info!(
                     "pods wait for admission until the apiserver has returned the Node object"
@@ -403,7 +427,7 @@ impl Actor {
             return;
         };
         let decide = |node_state: &NodeState<'_>| self.ledger.admit(&waiting.pod, node_state, now);
-        match with_node(&context, &uid, &node, decide) {
+        match with_node(&parts, &uid, &node, decide) {
             Decision::Admitted => match self.assign_exclusive(&waiting.pod) {
                 Ok(slots) => {
                     let has_own = self.managers.has(&uid);
@@ -420,11 +444,11 @@ impl Actor {
             },
             Decision::Refused(refusal) => {
                 let read = |devices: &Devices| devices.as_device_rejection(&waiting.pod, refusal);
-                log_dropped_reply(waiting.reply.send(Err(context.devices.read(read))));
+                log_dropped_reply(waiting.reply.send(Err(parts.devices.read(read))));
             }
             Decision::AwaitingPreemption(evictions) => {
                 for eviction in evictions {
-                    self.context.metrics.preempted(&eviction.signal);
+                    self.parts.metrics.preempted(&eviction.signal);
                     self.notify_worker(&eviction.uid, eviction.verdict);
                 }
                 self.waiting.push(waiting);
@@ -438,7 +462,16 @@ impl Actor {
             if slots.is_empty() {
                 log_dropped_reply(waiting.reply.send(Ok(())));
             } else {
-                devices::allocate(&self.context, waiting.pod, slots, waiting.reply);
+                let parts = &self.parts;
+                let handle = parts.handle.clone();
+                devices::allocate(
+                    &parts.devices,
+                    &parts.metrics,
+                    waiting.pod,
+                    slots,
+                    waiting.reply,
+                    move |uid| handle.release(uid),
+                );
             }
         }
     }
@@ -446,18 +479,17 @@ impl Actor {
     /// Assigns exclusive resources to an admitted pod, either all of them or none. Returns
     /// the allocations to request from device plugins.
     fn assign_exclusive(&mut self, pod: &Pod) -> Result<Vec<Slot>, Refusal> {
-        let (context, managers) = (&self.context, &mut self.managers);
+        let (parts, managers) = (&self.parts, &mut self.managers);
         let begun = Instant::now();
         let decide = |devices: &mut Devices| managers.admit(pod, devices);
-        let admission = context.devices.decide(decide);
-        manager_metrics::admitted(&context.metrics, &admission.counts, begun.elapsed());
+        let admission = parts.devices.decide(decide);
+        manager_metrics::admitted(&parts.metrics, &admission.counts, begun.elapsed());
         admission.result
     }
 
     fn resize(&mut self, pod: &Pod) -> Result<(), Refusal> {
-        let context = Arc::clone(&self.context);
         if let Some(now) = self.ledger.pod(pod::uid(pod)) {
-            let possible = admit::check_swap(&now, pod, context.swaps())
+            let possible = admit::check_swap(&now, pod, self.parts.swaps)
                 .and_then(|()| self.managers.check_resize(&now, pod));
             if let Err(infeasible) = possible {
                 // The pod keeps its current sizes and waits for no others.
@@ -465,7 +497,7 @@ impl Actor {
                 return Err(infeasible);
             }
         }
-        let allocatable = allocatable(&context, pod::uid(pod));
+        let allocatable = allocatable(&self.parts, pod::uid(pod));
         let resources = NodeResources {
             allocatable: &allocatable,
             node: None,
@@ -482,7 +514,7 @@ impl Actor {
             waiting.retain(|pod| {
                 let grows = self.resize(pod).is_ok();
                 if grows {
-                    self.context.metrics.deferred_resize_accepted(trigger);
+                    self.parts.metrics.deferred_resize_accepted(trigger);
                     if let Some(inbox) = self.inboxes.get(pod::uid(pod)) {
                         inbox.send(Input::ResourcesFreed);
                     }
@@ -515,7 +547,7 @@ impl Actor {
             return;
         }
         let (root, checkpoints) = (
-            self.context.config.root_dir.clone(),
+            self.parts.config.root_dir.clone(),
             self.managers.checkpoints(),
         );
         let write = move || super::managers::save(&root, &checkpoints);
@@ -555,7 +587,7 @@ impl Actor {
     /// Offers a pod's resources to waiting pods; exclusive resources only after the pod has stopped.
     fn offer_resources(&mut self, uid: &str, has_stopped: bool) {
         if has_stopped {
-            self.context.devices.release(uid);
+            self.parts.devices.release(uid);
             self.managers.release(uid);
             self.publish();
         }
@@ -565,27 +597,27 @@ impl Actor {
 }
 
 /// Resources that pods may use, including advertised devices; `uid` is the requesting pod.
-fn allocatable(context: &Context, uid: &str) -> Amounts {
-    let mut amounts = context.allocatable();
-    amounts.extend(context.devices.read(|d| d.allocatable_for(uid)));
+fn allocatable(parts: &Parts, uid: &str) -> Amounts {
+    let mut amounts = parts.allocatable.clone();
+    amounts.extend(parts.devices.read(|d| d.allocatable_for(uid)));
     amounts
 }
 
 fn with_node<T>(
-    context: &Context,
+    parts: &Parts,
     uid: &str,
     node: &AdmissionNode,
     decide: impl FnOnce(&NodeState<'_>) -> T,
 ) -> T {
-    let allocatable = allocatable(context, uid);
+    let allocatable = allocatable(parts, uid);
     decide(&NodeState {
         allocatable: &allocatable,
         node: node.node(),
-        unsafe_sysctls: &context.config.unsafe_sysctls,
-        kernel: &context.machine.kernel,
-        apparmor: context.machine.apparmor,
-        strict_groups: context.features.borrow().strict_groups,
-        pressures: &context.pressures.borrow(),
-        shutting_down: *context.shutting_down.borrow(),
+        unsafe_sysctls: &parts.config.unsafe_sysctls,
+        kernel: &parts.machine.kernel,
+        apparmor: parts.machine.apparmor,
+        strict_groups: parts.features.borrow().strict_groups,
+        pressures: &parts.pressures.borrow(),
+        shutting_down: *parts.shutting_down.borrow(),
     })
 }

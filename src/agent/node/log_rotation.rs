@@ -11,10 +11,11 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::Context;
+use holdfast_config::Config;
 use holdfast_core::lock::lock;
-use holdfast_cri::{RunningContainer, RuntimeError};
-use holdfast_host::{HostError, HostErrorKind, Log};
+use holdfast_cri::{RunningContainer, Runtime, RuntimeError};
+use holdfast_host::{HostError, HostErrorKind, Log, PodHost};
+use holdfast_sys::clock::Clock;
 
 /// Limit for parallel renames, so that a runtime that hangs for one log does not delay others.
 const MAX_PARALLEL_RENAMES: usize = 16;
@@ -46,23 +47,31 @@ impl Step {
     }
 }
 
+/// What the rotation of logs uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub runtime: Arc<dyn Runtime>,
+    pub host: Arc<dyn PodHost>,
+    pub clock: Clock,
+}
+
 struct Rotation {
-    context: Arc<Context>,
+    parts: Parts,
     moves: Step,
     compressions: Step,
 }
 
 /// Runs until the process exits.
-pub async fn run(context: Arc<Context>) {
+pub async fn run(parts: Parts) {
     let rotation = Arc::new(Rotation {
         moves: Step::new(MAX_PARALLEL_RENAMES),
-        compressions: Step::new(context.config.logs.workers),
-        context,
+        compressions: Step::new(parts.config.logs.workers),
+        parts,
     });
     let mut tasks = JoinSet::new();
     loop {
-        let next = Instant::now() + rotation.context.config.logs.interval;
-        for (container, exists) in due(&rotation.context).await {
+        let next = Instant::now() + rotation.parts.config.logs.interval;
+        for (container, exists) in due(&rotation.parts).await {
             let rotation = Arc::clone(&rotation);
             tasks.spawn(async move { rotation.handle(&container, exists).await });
         }
@@ -73,8 +82,8 @@ pub async fn run(context: Arc<Context>) {
 }
 
 /// The running containers whose log is too large or missing, with whether the log exists.
-async fn due(context: &Context) -> Vec<(RunningContainer, bool)> {
-    let running = match context.runtime.running().await {
+async fn due(parts: &Parts) -> Vec<(RunningContainer, bool)> {
+    let running = match parts.runtime.running().await {
         Ok(running) => running,
         // Other tasks report that the runtime does not answer.
         Err(error) => {
@@ -83,8 +92,8 @@ async fn due(context: &Context) -> Vec<(RunningContainer, bool)> {
         }
     };
     let logs: Vec<Log> = running.iter().map(log_of).collect();
-    let sizes = context.host.log_sizes(&logs).await;
-    let most = context.config.logs.max_size;
+    let sizes = parts.host.log_sizes(&logs).await;
+    let most = parts.config.logs.max_size;
     // A missing log was removed by another program; the runtime must open a new one.
     let is_due = |size: &Option<u64>| size.is_none_or(|bytes| bytes > most);
     let measured = running.into_iter().zip(sizes);
@@ -97,8 +106,8 @@ async fn due(context: &Context) -> Vec<(RunningContainer, bool)> {
 impl Rotation {
     /// Runs both steps for a container. While its files are compressed, its log may be renamed again.
     async fn handle(&self, container: &RunningContainer, exists: bool) {
-        let (context, log) = (&self.context, log_of(container));
-        let moving = rotate(context, &container.id, &log, exists);
+        let (parts, log) = (&self.parts, log_of(container));
+        let moving = rotate(parts, &container.id, &log, exists);
         let Some(moved) = self.moves.take(&container.id, moving).await else {
             return;
         };
@@ -106,7 +115,7 @@ impl Rotation {
             log_failure(container, "rotating a log failed", &error);
             return;
         }
-        let compressing = context.host.compress_log(&log);
+        let compressing = parts.host.compress_log(&log);
         let compressed = self.compressions.take(&container.id, compressing).await;
         if let Some(Err(error)) = compressed {
             log_failure(container, "compressing a rotated log failed", &error);
@@ -141,25 +150,25 @@ enum NotRotated {
 }
 
 /// Makes the runtime open the log file again.
-async fn reopen(context: &Context, id: &str) -> Result<(), NotRotated> {
-    Ok(context.runtime.reopen_log(id).await?)
+async fn reopen(parts: &Parts, id: &str) -> Result<(), NotRotated> {
+    Ok(parts.runtime.reopen_log(id).await?)
 }
 
 /// Renames an existing log, and makes the runtime open a new one.
-async fn rotate(context: &Context, id: &str, log: &Log, exists: bool) -> Result<(), NotRotated> {
+async fn rotate(parts: &Parts, id: &str, log: &Log, exists: bool) -> Result<(), NotRotated> {
     if !exists {
-        return reopen(context, id).await;
+        return reopen(parts, id).await;
     }
-    let stamp = context.clock.now().strftime("%Y%m%d-%H%M%S").to_string();
-    let files = context.config.logs.max_files;
-    let aside = match context.host.rotate_log(log, files, &stamp).await {
+    let stamp = parts.clock.now().strftime("%Y%m%d-%H%M%S").to_string();
+    let files = parts.config.logs.max_files;
+    let aside = match parts.host.rotate_log(log, files, &stamp).await {
         // Removed since the measurement.
-        Err(error) if error.kind == HostErrorKind::NotFound => return reopen(context, id).await,
+        Err(error) if error.kind == HostErrorKind::NotFound => return reopen(parts, id).await,
         moved => moved?,
     };
-    let Err(error) = reopen(context, id).await else {
+    let Err(error) = reopen(parts, id).await else {
         return Ok(());
     };
-    context.host.revert_log_rotation(log, aside).await?;
+    parts.host.revert_log_rotation(log, aside).await?;
     Err(error)
 }

@@ -9,7 +9,7 @@ use anyhow::Context as _;
 use holdfast_proto::cri as pb;
 use tokio::sync::watch;
 
-use crate::Context;
+use super::ledger::LedgerHandle;
 use crate::pod::roster::Roster;
 use holdfast_config::Config;
 use holdfast_core::cpuset::format_list;
@@ -17,7 +17,7 @@ use holdfast_core::node::cpus::checkpoint as cpus;
 use holdfast_core::node::managers::{Checkpoints, Machine, Managers};
 use holdfast_core::node::memory::{checkpoint as memory, set_aside};
 use holdfast_core::pod::pinning::Pinning;
-use holdfast_cri::RunningContainer;
+use holdfast_cri::{RunningContainer, Runtime};
 use holdfast_sys::{file, machine, topology};
 
 /// Size limit of a checkpoint, in bytes.
@@ -63,22 +63,29 @@ pub fn save(root: &Path, checkpoints: &[(&'static str, String)]) -> anyhow::Resu
     Ok(())
 }
 
+/// What the binding of containers uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub runtime: Arc<dyn Runtime>,
+    pub ledger: LedgerHandle,
+}
+
 /// Binds containers to their CPUs and NUMA nodes, whenever assignments change and every `cpuManagerReconcilePeriod`.
 /// Also releases assignments of pods that no longer exist.
-pub async fn run(context: Arc<Context>, roster: watch::Receiver<Roster>) {
-    if !context.config.managers.pins_containers() {
+pub async fn run(parts: Parts, roster: watch::Receiver<Roster>) {
+    if !parts.config.managers.pins_containers() {
         return std::future::pending().await;
     }
-    let mut pinning = context.ledger.pinning();
+    let mut pinning = parts.ledger.pinning();
     let mut binder = Binder::default();
     loop {
         let _now = pinning.borrow_and_update();
         drop(_now);
-        binder.reconcile(&context, &roster).await;
+        binder.reconcile(&parts, &roster).await;
         tokio::select! {
             biased;
             Ok(()) = pinning.changed() => {}
-            () = tokio::time::sleep(context.config.managers.reconcile) => {}
+            () = tokio::time::sleep(parts.config.managers.reconcile) => {}
         }
     }
 }
@@ -111,11 +118,11 @@ struct Binder {
 }
 
 impl Binder {
-    async fn reconcile(&mut self, context: &Context, roster: &watch::Receiver<Roster>) {
-        let result = match context.runtime.running().await {
+    async fn reconcile(&mut self, parts: &Parts, roster: &watch::Receiver<Roster>) {
+        let result = match parts.runtime.running().await {
             Ok(running) => {
-                release_stale(context, roster, &running).await;
-                self.bind(context, &running).await
+                release_stale(parts, roster, &running).await;
+                self.bind(parts, &running).await
             }
             Err(error) => Err(error.to_string()),
         };
@@ -129,16 +136,12 @@ impl Binder {
         }
     }
 
-    async fn bind(
-        &mut self,
-        context: &Context,
-        running: &[RunningContainer],
-    ) -> Result<(), String> {
+    async fn bind(&mut self, parts: &Parts, running: &[RunningContainer]) -> Result<(), String> {
         self.bound
             .retain(|id, _| running.iter().any(|c| c.id == *id));
         let mut result = Ok(());
         for container in running {
-            let now = Arc::clone(&context.ledger.pinning().borrow());
+            let now = Arc::clone(&parts.ledger.pinning().borrow());
             let wanted = Binding::of(&now, container);
             if *self.bound.get(&container.id).unwrap_or(&Binding::default()) == wanted {
                 continue;
@@ -148,7 +151,7 @@ impl Binder {
                 cpuset_mems: wanted.nodes.clone(),
                 ..pb::LinuxContainerResources::default()
             };
-            let bound = context.runtime.update_container(&container.id, resources);
+            let bound = parts.runtime.update_container(&container.id, resources);
             match bound.await {
                 Ok(()) => _ = self.bound.insert(container.id.clone(), wanted),
                 Err(error) => {
@@ -163,11 +166,11 @@ impl Binder {
 
 /// Releases assignments of pods that were deleted while no agent was running.
 async fn release_stale(
-    context: &Context,
+    parts: &Parts,
     roster: &watch::Receiver<Roster>,
     running: &[RunningContainer],
 ) {
-    let pinning = Arc::clone(&context.ledger.pinning().borrow());
+    let pinning = Arc::clone(&parts.ledger.pinning().borrow());
     let stale: BTreeSet<String> = {
         let roster = roster.borrow();
         let runs = |uid: &str| running.iter().any(|c| c.uid == uid);
@@ -181,6 +184,6 @@ async fn release_stale(
             pod = uid,
             "the pod was deleted: releasing its exclusive resources"
         );
-        context.ledger.release(&uid);
+        parts.ledger.release(&uid);
     }
 }

@@ -21,14 +21,14 @@
 //! The loops exchange the latest values through `watch` channels. Every request has a deadline.
 
 mod api;
-mod cgroup_tree;
+pub(crate) mod cgroup_tree;
 mod checkpoint;
 pub mod claim_metrics;
 pub mod claims;
 pub mod credentials;
 pub mod devices;
 pub mod firewall;
-mod lease;
+pub(crate) mod lease;
 mod leases;
 pub mod ledger;
 pub mod log_rotation;
@@ -37,17 +37,16 @@ pub mod manager_metrics;
 pub mod managers;
 pub mod network;
 pub mod oom;
-mod own;
+pub(crate) mod own;
 mod own_cgroups;
 pub mod pressure;
-mod registration;
-mod runtime;
+pub(crate) mod registration;
+pub(crate) mod runtime;
 pub mod shutdown;
 pub mod slices;
 pub mod standalone;
-mod status;
+pub(crate) mod status;
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -57,7 +56,6 @@ pub use claims::ClaimManager;
 pub use devices::DeviceManager;
 pub use own::{AdmissionNode, OwnNode, REGISTER_AGAIN_AFTER, store_node};
 
-use super::Context;
 use super::pod::roster::Roster;
 use holdfast_config::Config;
 use holdfast_core::node::capacity::{self, Limits, MachineSize};
@@ -92,34 +90,46 @@ pub fn allocatable(machine: &Machine, config: &Config) -> Amounts {
 }
 
 /// Timeout of heartbeat requests: a request must complete before the next heartbeat is due.
-fn deadline(context: &Context) -> Duration {
-    let lease = u64::try_from(context.config.lease_seconds).unwrap_or(40);
-    context
-        .config
+fn deadline(config: &Config) -> Duration {
+    let lease = u64::try_from(config.lease_seconds).unwrap_or(40);
+    config
         .node_status_update
         .min(Duration::from_secs(lease))
         .max(Duration::from_secs(1))
 }
 
+/// Whether containers may swap: swap must be enabled in the configuration, and the kernel must be able to limit it.
+pub(crate) fn swaps(machine: &Machine, config: &Config) -> bool {
+    config.limited_swap && machine.cgroup_v2 && machine.swap.is_some()
+}
+
+/// What the node's loops use.
+pub(crate) struct Parts {
+    pub runtime: runtime::Parts,
+    pub status: status::Parts,
+    pub lease: lease::Parts,
+    pub own: own::Parts,
+    pub cgroup_tree: cgroup_tree::Parts,
+}
+
 /// Runs until the process exits.
-pub async fn run(
-    context: Arc<Context>,
-    network: watch::Sender<Network>,
-    roster: watch::Receiver<Roster>,
-) {
+pub async fn run(parts: Parts, network: watch::Sender<Network>, roster: watch::Receiver<Roster>) {
     let (views, view) = watch::channel(RuntimeView::default());
     let (found, images) = watch::channel(None);
     let inputs = status::Inputs { view, images };
     tokio::join!(
-        runtime::poll(&context, &views, &network),
-        runtime::images(&context, &found),
-        runtime::pod_addresses(&context),
-        status::run(&context, inputs, roster),
-        lease::run(&context),
-        own::run(&context),
-        cgroup_tree::run(&context),
-        own_cgroups::run(&context),
-        leases::run(&context),
+        runtime::poll(&parts.runtime, &views, &network),
+        runtime::images(&parts.runtime, &found),
+        runtime::pod_addresses(&parts.runtime),
+        status::run(&parts.status, inputs, roster),
+        lease::run(&parts.lease),
+        own::run(&parts.own),
+        cgroup_tree::run(&parts.cgroup_tree),
+        own_cgroups::run(&parts.runtime.config.own_cgroups),
+        leases::run(
+            &*parts.runtime.runtime,
+            parts.runtime.config.runtime_timeout
+        ),
     );
 }
 

@@ -5,7 +5,10 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::Context;
+use tokio::sync::watch;
+
+use super::OwnNode;
+use crate::events::{Events, Kind};
 use holdfast_config::Config;
 use holdfast_core::node::addresses::{Origin, has_changed, origin};
 use holdfast_core::pod::dns::{Resolver, check_host};
@@ -105,11 +108,22 @@ pub fn resolver(config: &Config, node_ips: &[String]) -> Resolver {
     })
 }
 
+/// What the update of addresses and DNS settings uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub events: Events,
+    pub node: Arc<OwnNode>,
+    /// The node's current IP addresses.
+    pub node_ips: watch::Sender<Vec<String>>,
+    /// DNS settings for pods, derived from the node's current resolver configuration.
+    pub resolver: watch::Sender<Arc<Resolver>>,
+}
+
 /// The current addresses of pods on the host network: those of the Node if a cloud controller sets them.
-async fn host_addresses(context: &Context) -> Result<Vec<String>, HostError> {
-    let config = &context.config;
-    let external = config.external_cloud && context.node.api().is_some();
-    let node = context.node.borrow().clone();
+async fn host_addresses(parts: &Parts) -> Result<Vec<String>, HostError> {
+    let config = &parts.config;
+    let external = config.external_cloud && parts.node.api().is_some();
+    let node = parts.node.borrow().clone();
     let reported = node.as_ref().map(|node| {
         let status = node.status.as_ref();
         status
@@ -124,23 +138,23 @@ async fn host_addresses(context: &Context) -> Result<Vec<String>, HostError> {
 }
 
 /// Updates the addresses and the DNS settings until the process exits. After a failure, the last value stays valid.
-pub async fn run(context: Arc<Context>) {
-    let (mut complaint, mut node) = (None, context.node.subscribe());
-    let is_external = context.config.external_cloud;
+pub async fn run(parts: Arc<Parts>) {
+    let (mut complaint, mut node) = (None, parts.node.subscribe());
+    let is_external = parts.config.external_cloud;
     loop {
         tokio::select! {
             biased;
             Ok(()) = node.changed(), if is_external => {}
-            () = tokio::time::sleep(context.config.node_status_update) => {}
+            () = tokio::time::sleep(parts.config.node_status_update) => {}
         }
-        let answer = host_addresses(&context).await;
+        let answer = host_addresses(&parts).await;
         let error = answer.as_ref().err().cloned();
         if let Some(error) = error.as_ref().filter(|_| complaint != error) {
             tracing::warn!(%error, "cannot determine the node's addresses; keeping the last known ones");
         }
         complaint = error;
         let found = answer.unwrap_or_default();
-        context.node_ips.send_if_modified(|known| {
+        parts.node_ips.send_if_modified(|known| {
             let is_other = has_changed(known, &found);
             if is_other {
                 tracing::info!(?known, ?found, "the node's addresses changed");
@@ -148,23 +162,21 @@ pub async fn run(context: Arc<Context>) {
             }
             is_other
         });
-        let shared = Arc::clone(&context);
+        let shared = Arc::clone(&parts);
         let read = blocking(move || {
             let ips = shared.node_ips.borrow().clone();
             try_resolver(&shared.config, &ips)
         });
         match read.await {
-            Ok(found) if **context.resolver.borrow() != found => {
+            Ok(found) if **parts.resolver.borrow() != found => {
                 if let Some(warning) = check_host(&found) {
-                    let name = &context.config.node_name;
+                    let name = &parts.config.node_name;
                     let reason = "CheckLimitsForResolvConf";
-                    context
-                        .events
-                        .node(name, crate::Kind::Warning, reason, warning);
+                    parts.events.node(name, Kind::Warning, reason, warning);
                 }
-                context.resolver.send_replace(Arc::new(found));
+                parts.resolver.send_replace(Arc::new(found));
                 tracing::info!(
-                    file = context.config.resolv_conf,
+                    file = parts.config.resolv_conf,
                     "the node's DNS configuration changed; new sandboxes use it"
                 );
             }

@@ -2,9 +2,8 @@
 //! (`pkg/kubelet/oom/oom_watcher_linux.go`).
 
 use std::path::PathBuf;
-use std::sync::Arc;
 
-use crate::{Context, Kind};
+use crate::events::{Events, Kind};
 use holdfast_core::node::oom::Reader;
 use holdfast_sys::kmsg::KernelLog;
 
@@ -12,9 +11,9 @@ use holdfast_sys::kmsg::KernelLog;
 const REASON: &str = "SystemOOM";
 
 /// Runs until the process exits. `log` is the kernel log; without it no events are emitted.
-pub async fn run(context: Arc<Context>, log: Option<PathBuf>) {
+pub async fn run(node: String, events: Events, log: Option<PathBuf>) {
     if let Some(path) = log {
-        let Err(error) = follow(&context, path.clone()).await;
+        let Err(error) = follow(&node, &events, path.clone()).await;
         tracing::warn!(
             %error,
             path = %path.display(),
@@ -24,7 +23,11 @@ pub async fn run(context: Arc<Context>, log: Option<PathBuf>) {
     std::future::pending().await
 }
 
-async fn follow(context: &Context, path: PathBuf) -> std::io::Result<std::convert::Infallible> {
+async fn follow(
+    node: &str,
+    events: &Events,
+    path: PathBuf,
+) -> std::io::Result<std::convert::Infallible> {
     let mut log = KernelLog::open(&path)?;
     let mut reader = Reader::default();
     loop {
@@ -35,9 +38,8 @@ async fn follow(context: &Context, path: PathBuf) -> std::io::Result<std::conver
                 pid = kill.pid,
                 "the machine ran out of memory: the kernel killed a process"
             );
-            let name = &context.config.node_name;
             let message = kill.message();
-            context.events.node(name, Kind::Warning, REASON, message);
+            events.node(node, Kind::Warning, REASON, message);
         }
     }
 }

@@ -10,7 +10,7 @@ use tokio::sync::watch;
 
 use super::api::{NodeApi, NodeChange, within};
 use super::registration;
-use crate::{Context, Kind};
+use crate::events::{Events, Kind};
 use holdfast_config::Config;
 use holdfast_core::backoff::Doubling;
 use holdfast_core::pod;
@@ -210,38 +210,45 @@ impl OwnNode {
 }
 
 /// Stores the Node's fields that admission needs, for a start without an apiserver.
-pub async fn store_node(context: Arc<Context>, keeper: Keeper) {
-    let mut seen = context.node.subscribe();
+pub async fn store_node(node: Arc<OwnNode>, keeper: Keeper) {
+    let mut seen = node.subscribe();
     loop {
         let node = seen.borrow_and_update().clone();
         if let Some(node) = node {
             keeper.put_node(&node);
         }
-        // The sender lives as long as the context.
+        // `node` owns the sender.
         if seen.changed().await.is_err() {
             return;
         }
     }
 }
 
+/// What the watch of the Node uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub events: Events,
+    pub node: Arc<OwnNode>,
+}
+
 /// Watches the Node: its labels and taints determine which pods are admitted, its pod CIDR is passed to the runtime.
-pub(super) async fn run(context: &Context) {
-    let Some(api) = context.node.api() else {
+pub(super) async fn run(parts: &Parts) {
+    let Some(api) = parts.node.api() else {
         return std::future::pending().await;
     };
     let mut schedulable = None;
-    let mut changes = api.watch(&context.config.node_name);
+    let mut changes = api.watch(&parts.config.node_name);
     let mut pauses = REFRESH_BACKOFF;
     while let Some(change) = changes.next().await {
         match change {
             NodeChange::Present(node) => {
                 let now = !is_cordoned(&node);
                 if schedulable.replace(now).is_some_and(|before| before != now) {
-                    emit_schedulable_event(context, now);
+                    emit_schedulable_event(parts, now);
                 }
-                context.node.observe(*node);
+                parts.node.observe(*node);
             }
-            NodeChange::Absent => context.node.mark_absent(),
+            NodeChange::Absent => parts.node.mark_absent(),
             NodeChange::Interrupted(why) => {
                 tracing::debug!(why, "the watch of the Node was interrupted; retrying");
                 tokio::time::sleep(pauses.pause()).await;
@@ -257,13 +264,13 @@ fn is_cordoned(node: &Node) -> bool {
     spec.and_then(|s| s.unschedulable) == Some(true)
 }
 
-fn emit_schedulable_event(context: &Context, schedulable: bool) {
-    let name = &context.config.node_name;
+fn emit_schedulable_event(parts: &Parts, schedulable: bool) {
+    let name = &parts.config.node_name;
     let reason = if schedulable {
         "NodeSchedulable"
     } else {
         "NodeNotSchedulable"
     };
     let message = format!("Node {name} status is now: {reason}");
-    context.events.node(name, Kind::Normal, reason, message);
+    parts.events.node(name, Kind::Normal, reason, message);
 }

@@ -3,7 +3,6 @@
 
 use std::time::Duration;
 
-use crate::Context;
 use holdfast_config::OwnCgroups;
 use holdfast_host::blocking;
 use holdfast_sys::{cgroup, meter, process};
@@ -43,8 +42,7 @@ fn move_processes(wanted: &OwnCgroups) -> Vec<String> {
 }
 
 /// Keeps processes in their cgroups. Logs failures when they change.
-pub(super) async fn run(context: &Context) {
-    let wanted = &context.config.own_cgroups;
+pub(super) async fn run(wanted: &OwnCgroups) {
     if *wanted == OwnCgroups::default() {
         return;
     }

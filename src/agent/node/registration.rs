@@ -1,8 +1,10 @@
 //! Registers the Node object: its labels, annotations and taints (`pkg/kubelet/kubelet_node_status.go`).
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Node, NodeSpec, NodeStatus, Taint};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::ResourceExt as _;
@@ -10,12 +12,14 @@ use serde_json::{Map, Value, json};
 
 use super::api::{NodeApi, within};
 use super::deadline;
-use crate::Context;
+use crate::metrics::Metrics;
 use holdfast_config::Config;
 use holdfast_core::backoff::Doubling;
 use holdfast_core::node::addresses::PROVIDED;
 use holdfast_core::version::arch;
 use holdfast_kubeapi::pods::ApiFailure;
+use holdfast_sys::clock::Clock;
+use holdfast_sys::machine::Machine;
 
 /// Back-off between attempts to register.
 const REGISTRATION_BACKOFF: Doubling =
@@ -137,29 +141,33 @@ pub(super) fn platform_patch(node: &Node) -> Option<Value> {
     (!wrong.is_empty()).then(|| json!({"metadata": {"labels": wrong}}))
 }
 
+/// What the registration uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub clock: Clock,
+    pub machine: Arc<Machine>,
+    pub metrics: Arc<Metrics>,
+    /// The start time of this agent.
+    pub started: Timestamp,
+}
+
 /// Creates the Node object.
-async fn create(
-    context: &Context,
-    api: &dyn NodeApi,
-    status: NodeStatus,
-) -> Result<Node, ApiFailure> {
-    let node = new_node(&context.config, status);
-    context.metrics.node_registering(context.clock.now());
-    let made = within(deadline(context), api.create(&node)).await?;
-    let (now, booted) = (context.clock.now(), context.machine.booted);
-    context
-        .metrics
-        .node_registered(now, booted, context.started);
+async fn create(parts: &Parts, api: &dyn NodeApi, status: NodeStatus) -> Result<Node, ApiFailure> {
+    let node = new_node(&parts.config, status);
+    parts.metrics.node_registering(parts.clock.now());
+    let made = within(deadline(&parts.config), api.create(&node)).await?;
+    let (now, booted) = (parts.clock.now(), parts.machine.booted);
+    parts.metrics.node_registered(now, booted, parts.started);
     Ok(made)
 }
 
 /// Returns the Node object, and creates it if it does not exist. Taints are set at creation only.
 async fn try_register(
-    context: &Context,
+    parts: &Parts,
     api: &dyn NodeApi,
     status: NodeStatus,
 ) -> Result<Node, ApiFailure> {
-    let (config, limit) = (&context.config, deadline(context));
+    let (config, limit) = (&parts.config, deadline(&parts.config));
     let name = &config.node_name;
     let found = match within(limit, api.get(name)).await? {
         Some(found) => found,
@@ -168,7 +176,7 @@ async fn try_register(
                 "the node {name:?} does not exist and --register-node is false"
             )));
         }
-        None => match create(context, api, status).await {
+        None => match create(parts, api, status).await {
             // A node without the permission to create its Node may have one that another client created.
             Err(refusal @ (ApiFailure::AlreadyExists(_) | ApiFailure::Forbidden(_))) => {
                 within(limit, api.get(name)).await?.ok_or(refusal)?
@@ -184,16 +192,16 @@ async fn try_register(
 
 /// Registers the node, with back-off until it succeeds. `status` computes the first status.
 pub(super) async fn register(
-    context: &Context,
+    parts: &Parts,
     api: &dyn NodeApi,
     status: impl Fn() -> NodeStatus,
 ) -> Node {
     let mut pauses = REGISTRATION_BACKOFF;
     loop {
-        match try_register(context, api, status()).await {
+        match try_register(parts, api, status()).await {
             Ok(node) => return node,
             Err(error) if pauses.is_first() => {
-                tracing::error!(%error, node = context.config.node_name, "registering the node failed; retrying");
+                tracing::error!(%error, node = parts.config.node_name, "registering the node failed; retrying");
             }
             Err(error) => tracing::debug!(%error, "registering the node failed; retrying"),
         }

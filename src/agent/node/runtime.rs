@@ -1,16 +1,18 @@
 //! Polls the container runtime for its status and images, and sets the runtime's pod CIDR.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{ContainerImage, Node};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::Network;
-use crate::Context;
+use super::{Network, OwnNode};
+use crate::pod::heartbeats::Heartbeats;
+use holdfast_config::Config;
 use holdfast_core::node::conditions::joined;
 use holdfast_core::node::runtime_health::{RuntimeConditions, RuntimeHealth};
-use holdfast_cri::{Features, Image, RuntimeErrorKind};
+use holdfast_cri::{Features, Image, Runtime, RuntimeErrorKind};
 
 /// Interval between status requests while the runtime is not ready, and while it is.
 const POLL_INTERVALS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
@@ -42,9 +44,19 @@ fn publish<T: PartialEq>(channel: &watch::Sender<T>, value: T) {
     });
 }
 
+/// What the loops about the runtime use.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub runtime: Arc<dyn Runtime>,
+    /// The features that the runtime last reported.
+    pub features: watch::Sender<Features>,
+    pub heartbeats: Arc<Heartbeats>,
+    pub node: Arc<OwnNode>,
+}
+
 /// Polls the runtime's status: every five seconds, or five times per second while the runtime is not ready.
 pub(super) async fn poll(
-    context: &Context,
+    parts: &Parts,
     views: &watch::Sender<RuntimeView>,
     network: &watch::Sender<Network>,
 ) {
@@ -52,13 +64,13 @@ pub(super) async fn poll(
     let mut health = RuntimeHealth::default();
     let mut view = RuntimeView::default();
     loop {
-        match tokio::time::timeout(STATUS_TIMEOUT, context.runtime.status()).await {
+        match tokio::time::timeout(STATUS_TIMEOUT, parts.runtime.status()).await {
             Ok(Ok(status)) => {
                 let not_ready = status.network_not_ready.as_ref();
                 let reason = |why: &String| format!("container runtime network not ready: {why}");
                 let state = not_ready.map_or(Network::Ready, |why| Network::NotReady(reason(why)));
                 // Published first: pods that wait for the network need the features.
-                publish(&context.features, status.features.clone());
+                publish(&parts.features, status.features.clone());
                 publish(network, state);
                 (view.version, view.features) = (status.version, status.features);
                 let answer = RuntimeConditions {
@@ -72,7 +84,7 @@ pub(super) async fn poll(
                 health.record_failure(format!("no answer within {}s", STATUS_TIMEOUT.as_secs()))
             }
         }
-        health.record_list(context.heartbeats.since_listing());
+        health.record_list(parts.heartbeats.since_listing());
         view.polled = true;
         view.problems = health.problems(began.elapsed());
         let unasked = *network.borrow() == Network::Unknown;
@@ -93,15 +105,15 @@ pub(super) async fn poll(
 }
 
 /// Lists images as often as the node's status is computed. After a failure, the last list stays valid.
-pub(super) async fn images(context: &Context, images: &watch::Sender<Option<Vec<ContainerImage>>>) {
-    let most = usize::try_from(context.config.max_images).unwrap_or(usize::MAX);
+pub(super) async fn images(parts: &Parts, images: &watch::Sender<Option<Vec<ContainerImage>>>) {
+    let most = usize::try_from(parts.config.max_images).unwrap_or(usize::MAX);
     loop {
-        match tokio::time::timeout(IMAGE_LIST_TIMEOUT, context.runtime.images()).await {
+        match tokio::time::timeout(IMAGE_LIST_TIMEOUT, parts.runtime.images()).await {
             Ok(Ok(found)) => publish(images, Some(largest(found, most))),
             Ok(Err(error)) => tracing::debug!(%error, "cannot list the images"),
             Err(_) => tracing::debug!("listing the images timed out"),
         }
-        tokio::time::sleep(context.config.node_status_update).await;
+        tokio::time::sleep(parts.config.node_status_update).await;
     }
 }
 
@@ -131,17 +143,17 @@ fn pod_cidrs(node: &Node) -> Option<String> {
 }
 
 /// Sets the runtime's pod CIDR when it changes: some runtimes generate their CNI configuration from it.
-pub(super) async fn pod_addresses(context: &Context) {
-    let mut node = context.node.subscribe();
+pub(super) async fn pod_addresses(parts: &Parts) {
+    let mut node = parts.node.subscribe();
     let mut reported: Option<String> = None;
     loop {
-        let wanted = match &context.node.api() {
+        let wanted = match &parts.node.api() {
             Some(_) => node.borrow_and_update().as_deref().and_then(pod_cidrs),
-            None => context.config.pod_cidr.clone(),
+            None => parts.config.pod_cidr.clone(),
         };
         let mut again = None;
         if let Some(cidrs) = wanted.filter(|w| reported.as_ref() != Some(w)) {
-            match context.runtime.set_pod_cidrs(&cidrs).await {
+            match parts.runtime.set_pod_cidrs(&cidrs).await {
                 Err(error) if error.kind != RuntimeErrorKind::Unimplemented => {
                     tracing::warn!(%error, cidrs, "setting the runtime's pod CIDR failed; retrying");
                     again = Some(POLL_INTERVALS.1);

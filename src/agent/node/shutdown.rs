@@ -11,16 +11,22 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Node, Pod};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::OwnNode;
+use super::ledger::LedgerHandle;
+use crate::events::{Events, Kind};
+use crate::metrics::Metrics;
 use crate::pod::relist::Hint;
-use crate::{Context, Kind, Known, KnownPods};
+use crate::{Known, KnownPods};
+use holdfast_config::Config;
 use holdfast_core::backoff::Doubling;
 use holdfast_core::node::shutdown::{self, Phase, REJECTED, STATE_FILE, Times};
 use holdfast_core::pod;
+use holdfast_sys::clock::Clock;
 use holdfast_sys::file;
 use holdfast_sys::logind::{Announcements, Announcer, Inhibitor, LogindError};
 
@@ -37,16 +43,16 @@ const MAX_STATE_SIZE: u64 = 4096;
 
 /// Runs until the process exits. Without grace periods, shutdowns are not delayed.
 pub async fn run(
-    context: Arc<Context>,
+    parts: Arc<Parts>,
     announcer: Option<Arc<dyn Announcer>>,
     hints: mpsc::Sender<Hint>,
 ) {
-    let enabled = !context.config.shutdown.is_empty();
+    let enabled = !parts.config.shutdown.is_empty();
     let Some(announcer) = announcer.filter(|_| enabled) else {
         return std::future::pending().await;
     };
-    match last_times(&context.config.root_dir) {
-        Ok(times) => context.metrics.shut_down(times),
+    match last_times(&parts.config.root_dir) {
+        Ok(times) => parts.metrics.shut_down(times),
         Err(error) => tracing::warn!(
             error,
             file = STATE_FILE,
@@ -54,7 +60,7 @@ pub async fn run(
         ),
     }
     let mut watch = Watch {
-        context: &context,
+        parts: &parts,
         hints,
         inhibitor: None,
         in_progress: None,
@@ -74,6 +80,19 @@ pub async fn run(
     }
 }
 
+/// What the handling of shutdowns uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub clock: Clock,
+    pub events: Events,
+    pub metrics: Arc<Metrics>,
+    pub ledger: LedgerHandle,
+    pub node: Arc<OwnNode>,
+    pub roster: watch::Sender<KnownPods>,
+    /// Whether the machine is shutting down.
+    pub shutting_down: watch::Sender<bool>,
+}
+
 /// A shutdown in progress; the task returns the static pods that it terminated.
 struct ShutdownInProgress {
     cancel: CancellationToken,
@@ -81,7 +100,7 @@ struct ShutdownInProgress {
 }
 
 struct Watch<'a> {
-    context: &'a Arc<Context>,
+    parts: &'a Arc<Parts>,
     hints: mpsc::Sender<Hint>,
     /// Delays the shutdown; held while no shutdown is announced.
     inhibitor: Option<Inhibitor>,
@@ -92,7 +111,7 @@ struct Watch<'a> {
 impl Watch<'_> {
     /// Follows announcements. Returns the reason when there are no more.
     async fn listen(&mut self, announcer: &dyn Announcer, pauses: &mut Doubling) -> String {
-        let needed = self.context.config.shutdown.total();
+        let needed = self.parts.config.shutdown.total();
         match announcer.listen(needed).await {
             Ok(mut announcements) => match self.follow(&mut *announcements, pauses).await {
                 Ok(()) => "the connection to logind or D-Bus was closed".into(),
@@ -133,9 +152,9 @@ impl Watch<'_> {
     }
 
     fn emit_event(&self, what: &str) {
-        let name = &self.context.config.node_name;
+        let name = &self.parts.config.node_name;
         let message = format!("Shutdown manager detected shutdown {what}");
-        let events = &self.context.events;
+        let events = &self.parts.events;
         events.node(name, Kind::Normal, "Shutdown", message);
     }
 
@@ -144,19 +163,19 @@ impl Watch<'_> {
             return;
         }
         tracing::warn!("the machine is shutting down: stopping the pods of this node");
-        self.context.shutting_down.send_replace(true);
+        self.parts.shutting_down.send_replace(true);
         self.emit_event("event");
         if self.inhibitor.is_none() {
             tracing::warn!(
                 "the shutdown does not wait for pods: it was announced before the agent could delay it"
             );
         }
-        let (context, cancel) = (Arc::clone(self.context), CancellationToken::new());
+        let (parts, cancel) = (Arc::clone(self.parts), CancellationToken::new());
         let (cancelled, inhibitor) = (cancel.clone(), self.inhibitor.take());
         let terminated = tokio::spawn(async move {
             let mut terminated = BTreeSet::new();
             let ended =
-                cancelled.run_until_cancelled_owned(terminate_pods(&context, &mut terminated));
+                cancelled.run_until_cancelled_owned(terminate_pods(&parts, &mut terminated));
             if ended.await.is_some() {
                 tracing::info!("the pods have terminated: the machine may shut down");
             }
@@ -182,9 +201,9 @@ impl Watch<'_> {
                 BTreeSet::new()
             }
         };
-        to_restart.extend(rejected_static_pods(&self.context.roster.borrow()));
+        to_restart.extend(rejected_static_pods(&self.parts.roster.borrow()));
         tracing::warn!("the shutdown of the machine was cancelled: the node accepts pods again");
-        self.context.shutting_down.send_replace(false);
+        self.parts.shutting_down.send_replace(false);
         self.emit_event("cancellation");
         for uid in to_restart {
             if self.hints.send(Hint::Restart(uid)).await.is_err() {
@@ -205,30 +224,30 @@ fn rejected_static_pods(pods: &KnownPods) -> BTreeSet<String> {
 }
 
 /// Terminates all pods, and adds the static ones to the set.
-async fn terminate_pods(context: &Arc<Context>, terminated: &mut BTreeSet<String>) {
+async fn terminate_pods(parts: &Arc<Parts>, terminated: &mut BTreeSet<String>) {
     let mut began = Instant::now();
     let mut times = Times {
-        start: Some(context.clock.now()),
+        start: Some(parts.clock.now()),
         end: None,
     };
     // A disk that hangs or is no longer available must not delay the termination of pods.
-    let saved = tokio::time::timeout(NOT_READY_TIMEOUT, save_times(context, times));
-    let (saved, ()) = tokio::join!(saved, wait_until_reported(context));
+    let saved = tokio::time::timeout(NOT_READY_TIMEOUT, save_times(parts, times));
+    let (saved, ()) = tokio::join!(saved, wait_until_reported(parts));
     if saved.is_err() {
         tracing::warn!(waited = ?NOT_READY_TIMEOUT, file = STATE_FILE, "writing the time of the shutdown takes long; continuing without it");
     }
-    let pods = context.ledger.pods().await;
-    let phases = context.config.shutdown.phases(pods);
+    let pods = parts.ledger.pods().await;
+    let phases = parts.config.shutdown.phases(pods);
     for (place, phase) in phases.iter().enumerate() {
         let deadline = began + phase.period;
         let is_static = phase.pods.iter().filter(|p| pod::is_static(p));
         terminated.extend(is_static.map(|p| pod::uid(p).to_owned()));
-        terminate_phase(context, phase, deadline).await;
+        terminate_phase(parts, phase, deadline).await;
         // The apiserver may be a pod of the next phase. The wait is not added to the phase's period.
         let is_last = place + 1 == phases.len();
         let longest = Instant::now() + STATUS_TIMEOUT;
         wait_for_statuses(
-            context,
+            parts,
             phase,
             if is_last {
                 longest
@@ -239,12 +258,12 @@ async fn terminate_pods(context: &Arc<Context>, terminated: &mut BTreeSet<String
         .await;
         began = Instant::now().min(deadline);
     }
-    times.end = Some(context.clock.now());
-    save_times(context, times).await;
+    times.end = Some(parts.clock.now());
+    save_times(parts, times).await;
 }
 
 /// Terminates the pods of a phase, and waits for them until the phase's deadline.
-async fn terminate_phase(context: &Context, phase: &Phase, deadline: Instant) {
+async fn terminate_phase(parts: &Parts, phase: &Phase, deadline: Instant) {
     let names: Vec<String> = phase.pods.iter().map(|p| pod::full_name(p)).collect();
     tracing::info!(
         priority = phase.priority,
@@ -255,16 +274,16 @@ async fn terminate_phase(context: &Context, phase: &Phase, deadline: Instant) {
     for pod in &phase.pods {
         let left = deadline.saturating_duration_since(Instant::now());
         let verdict = phase.verdict(pod, left);
-        context.ledger.terminate(pod::uid(pod), verdict).await;
+        parts.ledger.terminate(pod::uid(pod), verdict).await;
     }
     let uids: BTreeSet<&str> = phase.pods.iter().map(|p| pod::uid(p)).collect();
     let ended = async {
-        while remaining(context, &uids).await.next().is_some() {
+        while remaining(parts, &uids).await.next().is_some() {
             tokio::time::sleep(TERMINATION_POLL).await;
         }
     };
     if tokio::time::timeout_at(deadline, ended).await.is_err() {
-        let late: Vec<String> = remaining(context, &uids)
+        let late: Vec<String> = remaining(parts, &uids)
             .await
             .map(|p| pod::full_name(&p))
             .collect();
@@ -273,9 +292,9 @@ async fn terminate_phase(context: &Context, phase: &Phase, deadline: Instant) {
 }
 
 /// Waits until the API has the terminal statuses of a phase's pods.
-async fn wait_for_statuses(context: &Context, phase: &Phase, until: Instant) {
+async fn wait_for_statuses(parts: &Parts, phase: &Phase, until: Instant) {
     let uids: BTreeSet<&str> = phase.pods.iter().map(|p| pod::uid(p)).collect();
-    let mut roster = context.roster.subscribe();
+    let mut roster = parts.roster.subscribe();
     let written = roster.wait_for(|known| uids.iter().all(|uid| has_terminal_status(known, uid)));
     if tokio::time::timeout_at(until, written).await.is_err() {
         tracing::warn!(
@@ -286,8 +305,8 @@ async fn wait_for_statuses(context: &Context, phase: &Phase, until: Instant) {
 }
 
 /// The pods that still use resources.
-async fn remaining(context: &Context, uids: &BTreeSet<&str>) -> impl Iterator<Item = Arc<Pod>> {
-    let pods = context.ledger.pods().await.into_iter();
+async fn remaining(parts: &Parts, uids: &BTreeSet<&str>) -> impl Iterator<Item = Arc<Pod>> {
+    let pods = parts.ledger.pods().await.into_iter();
     pods.filter(|p| uids.contains(pod::uid(p)))
 }
 
@@ -305,8 +324,8 @@ fn has_terminal_status(known: &KnownPods, uid: &str) -> bool {
 }
 
 /// Waits until the Node reports the shutdown, so that no more pods are scheduled here.
-async fn wait_until_reported(context: &Context) {
-    if context.node.api().is_none() {
+async fn wait_until_reported(parts: &Parts) {
+    if parts.node.api().is_none() {
         return;
     }
     let says = |node: &Option<Arc<Node>>| {
@@ -317,7 +336,7 @@ async fn wait_until_reported(context: &Context) {
             .flatten();
         conditions.any(|c| c.type_ == "Ready" && c.message.as_deref() == Some(shutdown::NOT_READY))
     };
-    let mut seen = context.node.subscribe();
+    let mut seen = parts.node.subscribe();
     if tokio::time::timeout(NOT_READY_TIMEOUT, seen.wait_for(says))
         .await
         .is_err()
@@ -335,9 +354,9 @@ fn last_times(root: &Path) -> Result<Times, String> {
 }
 
 /// Stores the start and end of the shutdown, for metrics after the next start.
-async fn save_times(context: &Context, times: Times) {
-    context.metrics.shut_down(times);
-    let path = context.config.root_dir.join(STATE_FILE);
+async fn save_times(parts: &Parts, times: Times) {
+    parts.metrics.shut_down(times);
+    let path = parts.config.root_dir.join(STATE_FILE);
     let write = move || file::replace(&path, times.checkpoint().as_bytes());
     match tokio::task::spawn_blocking(write).await {
         Ok(Ok(())) => {}

@@ -10,7 +10,8 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::api::within;
-use crate::{Context, NodeApi};
+use super::{ClaimManager, NodeApi, OwnNode};
+use holdfast_config::Config;
 use holdfast_core::backoff::Doubling;
 use holdfast_kubeapi::pods::ApiFailure;
 
@@ -86,23 +87,22 @@ impl Deletions {
 }
 
 /// Runs until the process exits.
-pub async fn run(context: Arc<Context>) {
-    let Some(api) = context.node.api() else {
+pub async fn run(config: Arc<Config>, node: Arc<OwnNode>, claims: Arc<ClaimManager>) {
+    let Some(api) = node.api() else {
         return std::future::pending().await;
     };
-    let _node = context.node.wait_until_present().await;
-    let mut registered = context.claims.registered();
+    let _node = node.wait_until_present().await;
+    let mut registered = claims.registered();
     let mut known = BTreeSet::new();
     let mut deletions = Deletions::default();
     deletions.add(None, Instant::now());
     loop {
         known.extend(registered.borrow_and_update().iter().cloned());
         for driver in &known {
-            let usable = context.claims.is_usable(driver).await;
+            let usable = claims.is_usable(driver).await;
             deletions.record_reachability(driver, usable, Instant::now());
         }
-        let node = &context.config.node_name;
-        deletions.execute_due(&*api, node).await;
+        deletions.execute_due(&*api, &config.node_name).await;
         known.retain(|driver| {
             !deletions.done.contains(driver) || registered.borrow().contains(driver)
         });

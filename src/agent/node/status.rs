@@ -1,5 +1,6 @@
 //! The Node's status: computed in rounds, and patched if it has changed (`pkg/kubelet/kubelet_node_status.go`).
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{
@@ -14,20 +15,25 @@ use super::api::{NodeApi, within};
 use super::own::REGISTER_AGAIN_AFTER;
 use super::registration::{self, platform_patch};
 use super::runtime::RuntimeView;
-use super::{deadline, limits, size};
+use super::{DeviceManager, OwnNode, deadline, limits, size};
+use crate::events::{Events, Kind};
 use crate::pod::roster::Roster;
-use crate::{Context, Kind};
+use crate::serving::Unserved;
+use crate::volume::AttachedDisks;
+use crate::volume::csi::Csi;
 use holdfast_core::backoff::Doubling;
 use holdfast_core::node::addresses::{self, addresses};
 use holdfast_core::node::capacity::{self, Extended};
 use holdfast_core::node::conditions::{
     conditions, is_ready, joined, patch, report_after, transitions,
 };
+use holdfast_core::node::eviction::Pressures;
 use holdfast_core::node::shutdown;
 use holdfast_core::time::shown;
 use holdfast_core::version::{REPORTED, arch};
 use holdfast_cri::{Features, Handler};
 use holdfast_kubeapi::pods::ApiFailure;
+use holdfast_sys::machine::Machine;
 
 /// The features that the agent declares to the scheduler and the API
 /// (KEP-5328). Only fully implemented features are listed.
@@ -43,6 +49,27 @@ const FIRST_STATUS_TIMEOUT: Duration = Duration::from_secs(1);
 const SERVING_TIMEOUT: Duration = Duration::from_secs(2);
 /// First back-off after a failed round; it doubles up to the interval between rounds.
 const RETRY_PAUSE: Duration = Duration::from_millis(200);
+
+/// What other actors report for the status.
+pub(crate) struct Reports {
+    pub node_ips: watch::Sender<Vec<String>>,
+    pub pressures: watch::Sender<Pressures>,
+    pub shutting_down: watch::Sender<bool>,
+    pub unserved: Arc<Unserved>,
+    pub csi: Arc<Csi>,
+    pub disks: Arc<AttachedDisks>,
+    pub devices: Arc<DeviceManager>,
+}
+
+/// What the status loop uses.
+pub(crate) struct Parts {
+    pub registration: registration::Parts,
+    pub node: Arc<OwnNode>,
+    /// The names and addresses of the last status; before registration, those that it will have.
+    pub node_addresses: watch::Sender<Vec<NodeAddress>>,
+    pub events: Events,
+    pub reports: Reports,
+}
 
 /// The variable inputs of a status.
 #[derive(Debug)]
@@ -64,8 +91,7 @@ fn handlers(features: &Features) -> Vec<NodeRuntimeHandler> {
     features.handlers.iter().map(of).collect()
 }
 
-fn system_info(context: &Context, runtime: &str) -> NodeSystemInfo {
-    let machine = &context.machine;
+fn system_info(machine: &Machine, runtime: &str) -> NodeSystemInfo {
     NodeSystemInfo {
         architecture: arch(std::env::consts::ARCH).into(),
         boot_id: machine.boot_id.clone(),
@@ -87,20 +113,20 @@ fn system_info(context: &Context, runtime: &str) -> NodeSystemInfo {
 }
 
 /// Why the node is not ready, with all problems in the kubelet's order; `None` if it is ready.
-fn problem(context: &Context, view: &RuntimeView) -> Option<String> {
-    let shutting_down = *context.shutting_down.borrow();
+fn problem(reports: &Reports, view: &RuntimeView) -> Option<String> {
+    let shutting_down = *reports.shutting_down.borrow();
     let ending = shutting_down.then(|| shutdown::NOT_READY.to_owned());
     let mut problems = view.problems.clone();
-    problems.extend(context.csi.problem());
+    problems.extend(reports.csi.problem());
     problems.extend(ending);
-    problems.extend(context.unserved.problems());
+    problems.extend(reports.unserved.problems());
     joined(&problems)
 }
 
 /// Notifies pods that wait until these volumes are reported in use.
-fn set_reported(context: &Context, in_use: &[String]) {
-    context.csi.set_reported(in_use);
-    context.disks.set_reported(in_use);
+fn set_reported(reports: &Reports, in_use: &[String]) {
+    reports.csi.set_reported(in_use);
+    reports.disks.set_reported(in_use);
 }
 
 /// The node's names and addresses after a round: the agent's own, or else those that the Node already has.
@@ -109,23 +135,23 @@ fn reported(own: Option<&Vec<NodeAddress>>, old: &NodeStatus) -> Vec<NodeAddress
 }
 
 /// Computes the status; `old` is the Node's current status.
-fn compute(context: &Context, inputs: &Inputs, old: &NodeStatus, extended: Extended) -> NodeStatus {
-    let (config, view) = (&context.config, inputs.view.borrow().clone());
+fn compute(parts: &Parts, inputs: &Inputs, old: &NodeStatus, extended: Extended) -> NodeStatus {
+    let (config, view) = (&parts.registration.config, inputs.view.borrow().clone());
     let own = addresses(addresses::Sources {
         name: &config.node_name,
-        ips: &context.node_ips.borrow(),
+        ips: &parts.reports.node_ips.borrow(),
         given: config.has_node_ip,
         external: config.external_cloud,
         reported: old.addresses.as_deref().unwrap_or_default(),
     });
-    let machine = size(&context.machine);
+    let machine = size(&parts.registration.machine);
     let mut capacity = capacity::capacity(&machine, limits(config));
     let mut allocatable = capacity::allocatable(&machine, limits(config));
-    let (devices, usable) = context.devices.amounts();
+    let (devices, usable) = parts.reports.devices.amounts();
     capacity.extend(devices);
     allocatable.extend(usable);
-    let mut in_use = context.disks.in_use();
-    in_use.extend(context.csi.in_use());
+    let mut in_use = parts.reports.disks.in_use();
+    in_use.extend(parts.reports.csi.in_use());
     NodeStatus {
         addresses: own,
         capacity: Some(capacity::reported(
@@ -139,10 +165,10 @@ fn compute(context: &Context, inputs: &Inputs, old: &NodeStatus, extended: Exten
             extended,
         )),
         conditions: Some(conditions(
-            problem(context, &view).as_deref(),
-            &context.pressures.borrow(),
+            problem(&parts.reports, &view).as_deref(),
+            &parts.reports.pressures.borrow(),
             old.conditions.as_deref().unwrap_or_default(),
-            context.clock.now(),
+            parts.registration.clock.now(),
         )),
         images: inputs.images.borrow().clone(),
         // An empty list is written only to clear a non-empty one, as the patch keeps missing fields.
@@ -158,7 +184,7 @@ fn compute(context: &Context, inputs: &Inputs, old: &NodeStatus, extended: Exten
             supplemental_groups_policy: Some(true),
         }),
         declared_features: Some(DECLARED.iter().map(|f| (*f).to_owned()).collect()),
-        node_info: Some(system_info(context, &view.version)),
+        node_info: Some(system_info(&parts.registration.machine, &view.version)),
         ..NodeStatus::default()
     }
 }
@@ -174,7 +200,7 @@ fn is_from_another_agent(status: &NodeStatus) -> bool {
 
 /// The state across rounds.
 struct Rounds<'a> {
-    context: &'a Context,
+    parts: &'a Parts,
     api: &'a dyn NodeApi,
     inputs: Inputs,
     /// The time of this agent's last report. The first round always reports, as in the kubelet.
@@ -186,29 +212,32 @@ struct Rounds<'a> {
 
 impl Rounds<'_> {
     fn is_report_due(&self) -> bool {
-        let seed = format!("{}/{}", self.context.config.node_name, self.reports);
-        let frequency = self.context.config.node_status_report;
+        let seed = format!(
+            "{}/{}",
+            self.parts.registration.config.node_name, self.reports
+        );
+        let frequency = self.parts.registration.config.node_status_report;
         let after = report_after(frequency, seed.as_bytes());
         self.reported.is_none_or(|at| at.elapsed() >= after)
     }
 
     /// Runs one round: patches the differences to the Node object.
     async fn round(&mut self, node: &Node) -> Result<(), ApiFailure> {
-        let (context, limit) = (self.context, deadline(self.context));
-        let name = &context.config.node_name;
+        let (parts, limit) = (self.parts, deadline(&self.parts.registration.config));
+        let name = &parts.registration.config.node_name;
         if let Some(patch) = platform_patch(node) {
             tracing::warn!(
                 node = name,
                 "another client changed the platform labels; restoring them"
             );
-            context
+            parts
                 .node
                 .observe(within(limit, self.api.patch(name, &patch)).await?);
         }
         let old = node.status.clone().unwrap_or_default();
-        let new = compute(context, &self.inputs, &old, self.extended);
+        let new = compute(parts, &self.inputs, &old, self.extended);
         let addresses = reported(new.addresses.as_ref(), &old);
-        context.node_addresses.send_if_modified(|known| {
+        parts.node_addresses.send_if_modified(|known| {
             let is_other = *known != addresses;
             *known = addresses;
             is_other
@@ -218,47 +247,48 @@ impl Rounds<'_> {
             Some(patch) => patch,
             None if self.is_report_due() => json!({"status": {"conditions": new.conditions}}),
             None => {
-                set_reported(context, in_use);
+                set_reported(&parts.reports, in_use);
                 return Ok(());
             }
         };
         let written = within(limit, self.api.patch_status(name, &patch)).await?;
-        context.node.observe(written);
-        set_reported(context, in_use);
+        parts.node.observe(written);
+        set_reported(&parts.reports, in_use);
         self.reported = Some(Instant::now());
         self.reports += 1;
         if is_ready(&new) {
-            let (now, booted) = (context.clock.now(), context.machine.booted);
-            context.metrics.node_ready(now, booted);
+            let (now, booted) = (
+                parts.registration.clock.now(),
+                parts.registration.machine.booted,
+            );
+            parts.registration.metrics.node_ready(now, booted);
         }
         for reason in transitions(&old, &new) {
             let message = format!("Node {name} status is now: {reason}");
-            context.events.node(name, Kind::Normal, &reason, message);
+            parts.events.node(name, Kind::Normal, &reason, message);
         }
         Ok(())
     }
 }
 
 /// Emits events about the start of the agent, and about a reboot since the Node's last status.
-fn emit_start_events(context: &Context, before: &NodeStatus) {
-    let name = &context.config.node_name;
-    context
+fn emit_start_events(parts: &Parts, before: &NodeStatus) {
+    let name = &parts.registration.config.node_name;
+    parts
         .events
         .node(name, Kind::Normal, "Starting", "Starting kubelet.");
-    let boot = &context.machine.boot_id;
+    let boot = &parts.registration.machine.boot_id;
     let known = before.node_info.as_ref().map(|i| &i.boot_id);
     if known.is_some_and(|known| !known.is_empty() && known != boot) {
         let message = format!("Node {name} has been rebooted, boot id: {boot}");
-        context
-            .events
-            .node(name, Kind::Warning, "Rebooted", message);
+        parts.events.node(name, Kind::Warning, "Rebooted", message);
     }
 }
 
 /// Waits until the Node object has been missing for a minute, and no pod without an API object is left. Before
 /// that the scheduler must not send pods here: the missing pods may run elsewhere already.
-async fn wait_until_missing(context: &Context, roster: &mut watch::Receiver<Roster>) {
-    if !context.config.register_node {
+async fn wait_until_missing(parts: &Parts, roster: &mut watch::Receiver<Roster>) {
+    if !parts.registration.config.register_node {
         return std::future::pending().await;
     }
     tokio::time::sleep(REGISTER_AGAIN_AFTER).await;
@@ -267,7 +297,10 @@ async fn wait_until_missing(context: &Context, roster: &mut watch::Receiver<Rost
     if roster.wait_for(has_left).await.is_err() {
         return std::future::pending().await;
     }
-    let (node, missing_for) = (&context.config.node_name, shown(REGISTER_AGAIN_AFTER));
+    let (node, missing_for) = (
+        &parts.registration.config.node_name,
+        shown(REGISTER_AGAIN_AFTER),
+    );
     tracing::info!(
         node,
         missing_for,
@@ -278,12 +311,8 @@ async fn wait_until_missing(context: &Context, roster: &mut watch::Receiver<Rost
 /// Registers the node and keeps its status up to date. A round runs every `nodeStatusUpdateFrequency`, and whenever one
 /// of these changes: the runtime's state, the machine's addresses, pressures, devices, whether the agent's HTTP API is
 /// served, shutdown, or a volume's use.
-pub(super) async fn run(
-    context: &Context,
-    mut inputs: Inputs,
-    mut roster: watch::Receiver<Roster>,
-) {
-    let Some(api) = context.node.api() else {
+pub(super) async fn run(parts: &Parts, mut inputs: Inputs, mut roster: watch::Receiver<Roster>) {
+    let Some(api) = parts.node.api() else {
         return std::future::pending().await;
     };
     // Otherwise an incomplete first status would be followed by a second one immediately.
@@ -292,23 +321,23 @@ pub(super) async fn run(
         let _ = inputs.images.wait_for(Option::is_some).await;
     };
     // A node is not ready before its API is served, which takes a moment.
-    let tried = tokio::time::timeout(SERVING_TIMEOUT, context.unserved.wait_until_tried());
+    let tried = tokio::time::timeout(SERVING_TIMEOUT, parts.reports.unserved.wait_until_tried());
     let _ = tokio::join!(tokio::time::timeout(FIRST_STATUS_TIMEOUT, known), tried);
-    let first = || compute(context, &inputs, &NodeStatus::default(), Extended::Kept);
-    let node = registration::register(context, &*api, first).await;
+    let first = || compute(parts, &inputs, &NodeStatus::default(), Extended::Kept);
+    let node = registration::register(&parts.registration, &*api, first).await;
     let before = node.status.clone().unwrap_or_default();
-    emit_start_events(context, &before);
+    emit_start_events(parts, &before);
     let another = is_from_another_agent(&before);
-    context.node.observe(node);
+    parts.node.observe(node);
     // A node that was ready must not become unready only because its CSINode is not written yet.
-    let _ = tokio::time::timeout(FIRST_STATUS_TIMEOUT, context.csi.wait_until_ready()).await;
-    let (mut view, mut ips) = (inputs.view.clone(), context.node_ips.subscribe());
-    let mut pressures = context.pressures.subscribe();
-    let mut shutting_down = context.shutting_down.subscribe();
-    let mut unserved = context.unserved.changes();
-    let mut devices = context.devices.changes();
+    let _ = tokio::time::timeout(FIRST_STATUS_TIMEOUT, parts.reports.csi.wait_until_ready()).await;
+    let (mut view, mut ips) = (inputs.view.clone(), parts.reports.node_ips.subscribe());
+    let mut pressures = parts.reports.pressures.subscribe();
+    let mut shutting_down = parts.reports.shutting_down.subscribe();
+    let mut unserved = parts.reports.unserved.changes();
+    let mut devices = parts.reports.devices.changes();
     let mut rounds = Rounds {
-        context,
+        parts,
         api: &*api,
         inputs,
         reported: None,
@@ -319,17 +348,17 @@ pub(super) async fn run(
             Extended::Kept
         },
     };
-    let update = context.config.node_status_update;
+    let update = parts.registration.config.node_status_update;
     let mut pauses = Doubling::new(RETRY_PAUSE, update);
     loop {
         let node = tokio::select! {
             biased;
-            node = context.node.wait_until_present() => node,
-            () = wait_until_missing(context, &mut roster) => {
+            node = parts.node.wait_until_present() => node,
+            () = wait_until_missing(parts, &mut roster) => {
                 let (inputs, extended) = (&rounds.inputs, Extended::Kept);
-                let status = || compute(context, inputs, &NodeStatus::default(), extended);
-                let node = registration::register(context, &*api, status).await;
-                context.node.observe(node);
+                let status = || compute(parts, inputs, &NodeStatus::default(), extended);
+                let node = registration::register(&parts.registration, &*api, status).await;
+                parts.node.observe(node);
                 continue;
             }
         };
@@ -346,15 +375,15 @@ pub(super) async fn run(
                 update
             }
             Err(ApiFailure::NotFound(_)) => {
-                context.node.mark_absent();
+                parts.node.mark_absent();
                 continue;
             }
             Err(error) => {
                 if pauses.is_first() {
-                    tracing::error!(%error, node = context.config.node_name, "updating the Node object failed; retrying");
+                    tracing::error!(%error, node = parts.registration.config.node_name, "updating the Node object failed; retrying");
                 }
                 // The cached Node may be outdated.
-                context.node.refresh().await;
+                parts.node.refresh().await;
                 pauses.pause()
             }
         };
@@ -367,8 +396,8 @@ pub(super) async fn run(
             Ok(()) = unserved.changed() => {}
             Ok(()) = devices.changed() => {}
             // Pods wait for this report.
-            () = context.csi.in_use_changed() => {}
-            () = context.disks.in_use_changed() => {}
+            () = parts.reports.csi.in_use_changed() => {}
+            () = parts.reports.disks.in_use_changed() => {}
             () = tokio::time::sleep(wait) => {}
         }
     }

@@ -7,22 +7,38 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use tokio::sync::watch;
 
-use crate::{Context, Kind};
+use crate::KnownPods;
+use crate::events::{Events, Kind};
+use holdfast_config::Config;
 use holdfast_core::node::collection::{
     ContainerDecision, DeadContainer, Decision, Failures, PodState, decide_containers,
 };
 use holdfast_core::pod;
+use holdfast_cri::Runtime;
+use holdfast_host::PodHost;
+use holdfast_sys::clock::Clock;
 
 /// Interval between collections.
 const PERIOD: Duration = Duration::from_secs(60);
 
+/// What the removal of dead containers uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub runtime: Arc<dyn Runtime>,
+    pub host: Arc<dyn PodHost>,
+    pub clock: Clock,
+    pub events: Events,
+    pub roster: watch::Sender<KnownPods>,
+}
+
 /// Runs until the process exits.
-pub async fn run(context: Arc<Context>) {
+pub async fn run(parts: Arc<Parts>) {
     let mut failing = false;
     loop {
         tokio::time::sleep(PERIOD).await;
-        match find_and_remove(&context, false).await {
+        match find_and_remove(&parts, false).await {
             Ok((_, failures)) if failures.is_empty() => failing = false,
             result => {
                 let all = |(_, failures): (usize, Failures)| {
@@ -32,8 +48,8 @@ pub async fn run(context: Arc<Context>) {
                 tracing::warn!(error, "removing some dead containers failed");
                 // A single failure emits no event: the runtime may have just restarted.
                 if std::mem::replace(&mut failing, true) {
-                    let name = &context.config.node_name;
-                    let events = &context.events;
+                    let name = &parts.config.node_name;
+                    let events = &parts.events;
                     events.node(name, Kind::Warning, "ContainerGCFailed", error);
                 }
             }
@@ -42,13 +58,10 @@ pub async fn run(context: Arc<Context>) {
 }
 
 /// Decides about each exited container. `disk_pressure` is whether the node is short of disk.
-pub async fn find(
-    context: &Context,
-    disk_pressure: bool,
-) -> Result<Vec<ContainerDecision>, String> {
-    let dead = context.runtime.dead_containers().await;
+pub async fn find(parts: &Parts, disk_pressure: bool) -> Result<Vec<ContainerDecision>, String> {
+    let dead = parts.runtime.dead_containers().await;
     let dead = dead.map_err(|e| format!("containers cannot be listed: {e}"))?;
-    let known: HashMap<String, bool> = context
+    let known: HashMap<String, bool> = parts
         .roster
         .borrow()
         .iter()
@@ -62,8 +75,8 @@ pub async fn find(
         Some(true) => PodState::Finished,
         Some(false) => PodState::Alive,
     };
-    let rules = context.config.dead_containers;
-    let now = context.clock.now();
+    let rules = parts.config.dead_containers;
+    let now = parts.clock.now();
     Ok(decide_containers(
         dead,
         rules,
@@ -74,7 +87,7 @@ pub async fn find(
 }
 
 /// Removes the chosen containers with their logs. Returns how many, and the failures.
-pub async fn remove(context: &Context, decisions: &[ContainerDecision]) -> (usize, Failures) {
+pub async fn remove(parts: &Parts, decisions: &[ContainerDecision]) -> (usize, Failures) {
     let going = decisions
         .iter()
         .filter(|f| matches!(f.decision, Decision::Remove(_)));
@@ -93,7 +106,7 @@ pub async fn remove(context: &Context, decisions: &[ContainerDecision]) -> (usiz
             attempt,
             ..
         } = container;
-        if let Err(error) = context.runtime.remove_container(id).await {
+        if let Err(error) = parts.runtime.remove_container(id).await {
             let why = format!("container {id} cannot be removed: {error}");
             failures.insert(id.clone(), why);
             continue;
@@ -115,7 +128,7 @@ pub async fn remove(context: &Context, decisions: &[ContainerDecision]) -> (usiz
             },
             ..Pod::default()
         };
-        let logs = context.host.remove_instance(&owner, name, *attempt, id);
+        let logs = parts.host.remove_instance(&owner, name, *attempt, id);
         if let Err(error) = logs.await {
             let why = format!("the logs of container {id} cannot be removed: {error}");
             failures.insert(id.clone(), why);
@@ -126,9 +139,9 @@ pub async fn remove(context: &Context, decisions: &[ContainerDecision]) -> (usiz
 
 /// Decides and removes. Returns the same as [`remove`].
 pub async fn find_and_remove(
-    context: &Context,
+    parts: &Parts,
     disk_pressure: bool,
 ) -> Result<(usize, Failures), String> {
-    let decisions = find(context, disk_pressure).await?;
-    Ok(remove(context, &decisions).await)
+    let decisions = find(parts, disk_pressure).await?;
+    Ok(remove(parts, &decisions).await)
 }

@@ -12,12 +12,17 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::Instrument as _;
 
+use super::heartbeats::Heartbeats;
 use super::inbox::Inbox;
 use super::relist::{Hint, ObservedFingerprints};
 use super::roster::Roster;
 use super::sources::Statics;
 use super::worker;
-use crate::{Context, Known};
+use crate::metrics::Metrics;
+use crate::node::OwnNode;
+use crate::node::ledger::LedgerHandle;
+use crate::{Known, KnownPods};
+use holdfast_config::Config;
 use holdfast_core::node::offline::{self, OfflineStart};
 use holdfast_core::pod;
 use holdfast_core::pod::desired::Desired;
@@ -27,6 +32,7 @@ use holdfast_cri::ListedPod;
 use holdfast_kubeapi::Cache;
 use holdfast_kubeapi::cache::Changes;
 use holdfast_sealed::Keeper;
+use holdfast_sys::clock::Clock;
 
 /// Maximum time between heartbeats of an idle dispatcher.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(60);
@@ -54,8 +60,22 @@ pub struct Inputs {
     pub clearing: watch::Receiver<BTreeSet<String>>,
 }
 
+/// What the dispatcher uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub clock: Clock,
+    pub metrics: Arc<Metrics>,
+    pub heartbeats: Arc<Heartbeats>,
+    pub ledger: LedgerHandle,
+    /// The runtime's last reported network state.
+    pub network: watch::Receiver<Network>,
+    pub node: Arc<OwnNode>,
+    pub roster: watch::Sender<KnownPods>,
+    pub workers: Arc<worker::Parts>,
+}
+
 struct Dispatcher {
-    context: Arc<Context>,
+    parts: Parts,
     desired: Desired,
     workers: BTreeMap<String, Worker>,
     /// The worker uids of each full name.
@@ -76,17 +96,17 @@ struct Dispatcher {
 
 /// Runs until the process exits.
 pub async fn run(
-    context: Arc<Context>,
+    parts: Parts,
     mut inputs: Inputs,
     seen: ObservedFingerprints,
     roster: watch::Sender<Roster>,
 ) {
-    let (started, offline) = (Instant::now(), context.config.offline_start);
+    let (started, offline) = (Instant::now(), parts.config.offline_start);
     let (finished, mut endings) = mpsc::channel(256);
-    let mut networks = context.network.clone();
+    let mut networks = parts.network.clone();
     let mut dispatcher = Dispatcher {
         network: networks.borrow_and_update().clone(),
-        context,
+        parts,
         desired: Desired::default(),
         workers: BTreeMap::new(),
         names: BTreeMap::new(),
@@ -103,7 +123,7 @@ pub async fn run(
     let (stored_sender, mut stored) = watch::channel(None);
     if let (Some((_, cache)), Some(keeper)) = (&api, inputs.keeper.clone()) {
         tokio::spawn(use_stored_pods(
-            Arc::clone(&dispatcher.context),
+            Arc::clone(&dispatcher.parts.node),
             cache.clone(),
             keeper,
             offline,
@@ -114,7 +134,7 @@ pub async fn run(
     // Static pods that were read before this point count as a change.
     inputs.statics.mark_changed();
     loop {
-        dispatcher.context.heartbeats.dispatcher_turned();
+        dispatcher.parts.heartbeats.dispatcher_turned();
         let api_changed = async {
             match &mut api {
                 Some((reader, _)) => reader.next().await,
@@ -152,7 +172,7 @@ pub async fn run(
 /// Handles a start without an apiserver: static pods start with stored objects. If the configuration allows it, the
 /// pods that were bound here earlier continue. Nothing is removed.
 async fn use_stored_pods(
-    context: Arc<Context>,
+    node: Arc<OwnNode>,
     api: Cache<Pod>,
     keeper: Keeper,
     offline: OfflineStart,
@@ -172,7 +192,7 @@ async fn use_stored_pods(
         return;
     }
     let last = keeper.last_pods().await;
-    context.node.assume(keeper.last_node().await);
+    node.assume(keeper.last_node().await);
     tracing::warn!(
         pods = last.len(),
         "no apiserver answers: starting the pods that were bound to this node from their local copy"
@@ -235,7 +255,7 @@ impl Dispatcher {
         self.update([worker.full_name].into());
         if self.workers.contains_key(uid) {
             let is_static = pod::is_static(&worker.update.pod);
-            self.context.metrics.pods_restarted(is_static, 1);
+            self.parts.metrics.pods_restarted(is_static, 1);
         }
     }
 
@@ -346,13 +366,13 @@ impl Dispatcher {
     }
 
     fn publish_desired(&self, name: &str, updates: &[Update]) {
-        let seen = self.context.clock.now();
+        let seen = self.parts.clock.now();
         let known = updates.iter().map(|update| Known {
             pod: Arc::clone(&update.pod),
             object: update.object.clone(),
             seen,
         });
-        self.context
+        self.parts
             .roster
             .send_modify(|pods| pods.set(name, known.collect()));
     }
@@ -370,7 +390,7 @@ impl Dispatcher {
                 worker.update.removed = true;
                 // The scheduler has already reassigned the pod's requests; the
                 // pods that follow are admitted after this release.
-                self.context.ledger.release_requests(uid, false);
+                self.parts.ledger.release_requests(uid, false);
                 worker.inbox.send(Input::Update(worker.update.clone()));
             }
         }
@@ -410,16 +430,16 @@ impl Dispatcher {
     }
 
     fn start(&mut self, uid: String, full_name: String, update: Update) {
-        let (inbox, now) = (Inbox::default(), self.context.clock.now());
+        let (inbox, now) = (Inbox::default(), self.parts.clock.now());
         let decider = Decider::new(update.clone(), self.network.clone(), now);
         // Requested here, not in the pod's task: tasks of pods that start
         // together would request admission in random order.
         let admission = (decider.state == State::Syncing).then(|| {
             let pod = Arc::clone(decider.pod());
-            self.context.ledger.admit(pod, inbox.clone())
+            self.parts.ledger.admit(pod, inbox.clone())
         });
         let work = worker::run(
-            Arc::clone(&self.context),
+            Arc::clone(&self.parts.workers),
             decider,
             admission,
             inbox.clone(),
@@ -452,7 +472,7 @@ impl Dispatcher {
             if self.workers.contains_key(&orphan.uid) {
                 continue;
             }
-            self.context.metrics.pods_orphaned(1);
+            self.parts.metrics.pods_orphaned(1);
             tracing::info!(
                 pod = orphan.name,
                 namespace = orphan.namespace,

@@ -7,18 +7,28 @@ use k8s_openapi::api::core::v1::{Container, LifecycleHandler, Pod};
 
 use tracing::Instrument as _;
 
-use crate::{Context, Kind};
+use crate::events::{Events, Kind};
+use crate::metrics::Metrics;
 use holdfast_core::pod::probe::{self, Hook, Http};
-use holdfast_cri::{Exec, RuntimeError, RuntimeErrorKind};
-use holdfast_probes::HttpError;
+use holdfast_cri::{Exec, Runtime, RuntimeError, RuntimeErrorKind};
+use holdfast_probes::{Dialer, HttpError};
 
 /// Upper limit for a hook's HTTP request, so that no request leaks. The caller sets the actual deadline.
 const HTTP_LIMIT: Duration = Duration::from_secs(3600);
 
+/// What hooks use.
+pub(crate) struct Parts {
+    pub runtime: Arc<dyn Runtime>,
+    /// Network access.
+    pub dialer: Arc<dyn Dialer>,
+    pub events: Events,
+    pub metrics: Arc<Metrics>,
+}
+
 /// Runs a hook in the container `id`. `ip` is the pod's own address; pods on the host network have none. Returns the
 /// error message if the hook fails. The caller limits the time.
 pub async fn run(
-    context: &Context,
+    parts: &Parts,
     pod: &Pod,
     container: &Container,
     handler: &LifecycleHandler,
@@ -27,12 +37,12 @@ pub async fn run(
 ) -> Result<(), String> {
     match probe::hook(handler, container, ip)? {
         Hook::Sleep(time) => {
-            let guard = InterruptedSleep(context);
+            let guard = InterruptedSleep(parts);
             tokio::time::sleep(time).await;
             std::mem::forget(guard);
             Ok(())
         }
-        Hook::Exec(command) => match exec(context, id, &command).await {
+        Hook::Exec(command) => match exec(parts, id, &command).await {
             Ok(done) if done.code == 0 => Ok(()),
             Ok(done) => {
                 // The output may be secret, so it is logged at trace level only.
@@ -48,15 +58,15 @@ pub async fn run(
             }
             Err(error) => Err(error.to_string()),
         },
-        Hook::Http(request) => match context.dialer.http(&request, HTTP_LIMIT).await {
+        Hook::Http(request) => match parts.dialer.http(&request, HTTP_LIMIT).await {
             Err(HttpError::Plain) => {
                 let message = format!(
                     "request to HTTPS lifecycle hook {} got HTTP response, retry with HTTP succeeded",
                     request.host
                 );
-                retry_plain_http(context, &request).await?;
-                context.metrics.hook_in_plain_http();
-                context
+                retry_plain_http(parts, &request).await?;
+                parts.metrics.hook_in_plain_http();
+                parts
                     .events
                     .pod(pod, None, Kind::Warning, "LifecycleHTTPFallback", message);
                 Ok(())
@@ -69,9 +79,9 @@ pub async fn run(
 
 /// Runs a command in a container. If the returned future is dropped, the call continues until the container exits.
 /// containerd 2.1 may take long to stop a container while an ExecSync is pending whose client has cancelled.
-async fn exec(context: &Context, id: &str, command: &[String]) -> Result<Exec, RuntimeError> {
+async fn exec(parts: &Parts, id: &str, command: &[String]) -> Result<Exec, RuntimeError> {
     let (runtime, id, command) = (
-        Arc::clone(&context.runtime),
+        Arc::clone(&parts.runtime),
         id.to_owned(),
         command.to_owned(),
     );
@@ -88,7 +98,7 @@ async fn exec(context: &Context, id: &str, command: &[String]) -> Result<Exec, R
 }
 
 /// Counts a `sleep` hook that is dropped before it completes.
-struct InterruptedSleep<'a>(&'a Context);
+struct InterruptedSleep<'a>(&'a Parts);
 
 impl Drop for InterruptedSleep<'_> {
     fn drop(&mut self) {
@@ -97,7 +107,7 @@ impl Drop for InterruptedSleep<'_> {
 }
 
 /// Repeats a request over plain HTTP, without the headers that only TLS may carry.
-async fn retry_plain_http(context: &Context, request: &Http) -> Result<(), String> {
+async fn retry_plain_http(parts: &Parts, request: &Http) -> Result<(), String> {
     let mut request = Http {
         tls: false,
         ..request.clone()
@@ -105,7 +115,7 @@ async fn retry_plain_http(context: &Context, request: &Http) -> Result<(), Strin
     request
         .headers
         .retain(|(name, _)| !name.eq_ignore_ascii_case("authorization"));
-    context
+    parts
         .dialer
         .http(&request, HTTP_LIMIT)
         .await

@@ -6,12 +6,12 @@ use k8s_openapi::api::core::v1::{Node, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::ResourceExt as _;
 
-use crate::Context;
+use crate::node::OwnNode;
 use holdfast_core::backoff::Doubling;
 use holdfast_core::fault::Fault;
 use holdfast_core::pod;
 use holdfast_core::pod::worker::Update;
-use holdfast_kubeapi::pods::ApiFailure;
+use holdfast_kubeapi::pods::{ApiFailure, PodApi};
 
 /// Back-off while the apiserver does not answer.
 const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(10));
@@ -48,17 +48,18 @@ fn mirror_of(pod: &Pod, node: &Node) -> Pod {
 /// While the Node object is unknown or the apiserver does not answer, this waits and retries as soon as either changes:
 /// static pods may run before their apiserver does, which is not an error. `on_wait` receives the reason of the wait.
 pub async fn reconcile(
-    context: &Context,
+    api: &dyn PodApi,
+    node: &OwnNode,
     update: &Update,
     on_wait: impl Fn(&str),
 ) -> Result<(), Fault> {
-    let (mut recovery, mut pauses) = (context.api.recovery(), RETRY);
-    let mut node = context.node.subscribe();
+    let (mut recovery, mut pauses) = (api.recovery(), RETRY);
+    let mut node = node.subscribe();
     loop {
         let owner = node.borrow_and_update().clone();
         let reason = match owner {
             None => "waiting for the Node object, which owns mirror pods".to_owned(),
-            Some(owner) => match replace(context, update, &owner).await {
+            Some(owner) => match replace(api, update, &owner).await {
                 Ok(()) => return Ok(()),
                 Err(error) if error.is_answer() => {
                     let why = format!("the mirror pod cannot be created: {error}");
@@ -76,29 +77,29 @@ pub async fn reconcile(
             // The order is fixed, so that a simulated run replays exactly.
             biased;
             () = recovery.next() => pauses.reset(),
-            // The context owns the sender. A known Node changes with every heartbeat, which must not cause a retry.
+            // The caller owns the sender. A known Node changes with every heartbeat, which must not cause a retry.
             _ = node.changed(), if is_unknown => {}
             () = tokio::time::sleep(pauses.pause()) => {}
         }
     }
 }
 
-async fn replace(context: &Context, update: &Update, node: &Node) -> Result<(), ApiFailure> {
+async fn replace(api: &dyn PodApi, update: &Update, node: &Node) -> Result<(), ApiFailure> {
     if let Some(mirror) = &update.object {
         if update.is_mirrored_by(mirror) {
             return Ok(());
         }
-        delete(context, mirror).await?;
+        delete(api, mirror).await?;
     }
-    match context.api.create(&mirror_of(&update.pod, node)).await {
+    match api.create(&mirror_of(&update.pod, node)).await {
         Ok(_) | Err(ApiFailure::AlreadyExists(_)) => Ok(()),
         Err(error) => Err(error),
     }
 }
 
-async fn delete(context: &Context, mirror: &Pod) -> Result<(), ApiFailure> {
+async fn delete(api: &dyn PodApi, mirror: &Pod) -> Result<(), ApiFailure> {
     let (namespace, name) = (mirror.namespace().unwrap_or_default(), mirror.name_any());
-    let deleted = context.api.delete(&namespace, &name, pod::uid(mirror));
+    let deleted = api.delete(&namespace, &name, pod::uid(mirror));
     match deleted.await {
         Err(error) if !error.is_gone() => Err(error),
         _ => Ok(()),
@@ -106,8 +107,8 @@ async fn delete(context: &Context, mirror: &Pod) -> Result<(), ApiFailure> {
 }
 
 /// Deletes a mirror.
-pub async fn remove(context: &Context, mirror: &Pod) -> Result<(), Fault> {
-    let deleted = delete(context, mirror).await;
+pub async fn remove(api: &dyn PodApi, mirror: &Pod) -> Result<(), Fault> {
+    let deleted = delete(api, mirror).await;
     deleted.map_err(|error| Fault::later(format!("the mirror pod cannot be removed: {error}")))
 }
 

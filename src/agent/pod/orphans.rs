@@ -13,14 +13,19 @@ use tokio::time::Instant;
 
 use super::mirror;
 use super::roster::Roster;
-use crate::volume::csi::VolumeError;
-use crate::{Context, volume};
+use crate::metrics::Metrics;
+use crate::node::ledger::LedgerHandle;
+use crate::volume;
+use crate::volume::csi::{Csi, VolumeError};
 use holdfast_core::backoff::Doubling;
 use holdfast_core::fault::Fault;
 use holdfast_core::lock::lock;
 use holdfast_core::pod;
 use holdfast_core::repeated::RepeatedFailures;
-use holdfast_cri::RuntimeError;
+use holdfast_cri::{Runtime, RuntimeError};
+use holdfast_host::PodHost;
+use holdfast_kubeapi::pods::PodApi;
+use holdfast_sys::clock::Clock;
 
 /// Interval between searches for directories and cgroups without a pod.
 const ORPHAN_SWEEP_INTERVAL: Duration = Duration::from_secs(60);
@@ -102,9 +107,20 @@ impl Drop for ClearingGuard {
     }
 }
 
+/// What the removal of leftovers uses.
+pub(crate) struct Parts {
+    pub runtime: Arc<dyn Runtime>,
+    pub host: Arc<dyn PodHost>,
+    pub clock: Clock,
+    pub metrics: Arc<Metrics>,
+    pub ledger: LedgerHandle,
+    pub csi: Arc<Csi>,
+    pub volumes: Arc<volume::Parts>,
+}
+
 /// Removes leftovers of deleted pods until the process exits. A worker returns only after all resources of its pod are
 /// released, so leftovers come from an earlier agent that was stopped or killed.
-pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>, clearing: Clearing) {
+pub async fn sweep(parts: Arc<Parts>, mut roster: watch::Receiver<Roster>, clearing: Clearing) {
     // The dispatcher runs as long as the process.
     if roster.wait_for(|roster| roster.complete).await.is_err() {
         return;
@@ -130,7 +146,7 @@ pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>, c
             }
             () = tokio::time::sleep_until(next_search) => {}
         }
-        let found = find_orphans(&context, &roster).await;
+        let found = find_orphans(&parts, &roster).await;
         let now = Instant::now();
         match found {
             Ok(orphans) => {
@@ -144,12 +160,10 @@ pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>, c
                         removals.finish(&uid, false, now);
                     } else {
                         let failures = Arc::clone(&failures);
-                        tasks.spawn(remove(Arc::clone(&context), uid, guard, failures));
+                        tasks.spawn(remove(Arc::clone(&parts), uid, guard, failures));
                     }
                 }
-                context
-                    .metrics
-                    .orphans(orphans.len(), removals.failed.len());
+                parts.metrics.orphans(orphans.len(), removals.failed.len());
                 next_search = now + ORPHAN_SWEEP_INTERVAL;
                 next_search = next_search.min(removals.next().unwrap_or(next_search));
             }
@@ -163,40 +177,40 @@ pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>, c
 
 /// Returns the uids with leftovers on this node that are unknown to the dispatcher and the runtime.
 async fn find_orphans(
-    context: &Context,
+    parts: &Parts,
     roster: &watch::Receiver<Roster>,
 ) -> Result<BTreeSet<String>, RuntimeError> {
-    let in_runtime = context.runtime.list().await?;
-    let leftovers = context.host.leftovers().await;
+    let in_runtime = parts.runtime.list().await?;
+    let leftovers = parts.host.leftovers().await;
     let roster = roster.borrow();
     let is_known = |uid: &String| roster.has(uid) || in_runtime.iter().any(|p| p.uid == *uid);
     Ok(leftovers.into_iter().filter(|uid| !is_known(uid)).collect())
 }
 
 /// Removes the volumes, cgroups and directories of a deleted pod.
-async fn remove_leftovers(context: &Context, uid: &str) -> Result<(), VolumeError> {
-    let unknown = context.host.unknown_volumes(uid).await;
-    let is_published = context.csi.has_volumes(uid);
-    let taken = volume::tear_down(context, uid).await;
-    context.metrics.force_cleaned(unknown, taken.is_err());
+async fn remove_leftovers(parts: &Parts, uid: &str) -> Result<(), VolumeError> {
+    let unknown = parts.host.unknown_volumes(uid).await;
+    let is_published = parts.csi.has_volumes(uid);
+    let taken = volume::tear_down(&parts.volumes, uid).await;
+    parts.metrics.force_cleaned(unknown, taken.is_err());
     taken?;
     if is_published {
         // Pods that wait for these volumes can retry immediately.
-        context.ledger.volumes_freed();
+        parts.ledger.volumes_freed();
     }
-    Ok(context.host.remove_leftovers(uid).await?)
+    Ok(parts.host.remove_leftovers(uid).await?)
 }
 
 /// Removes a pod's leftovers and logs the result. Returns the uid, and whether the removal failed.
 async fn remove(
-    context: Arc<Context>,
+    parts: Arc<Parts>,
     uid: String,
     guard: ClearingGuard,
     failures: Failures,
 ) -> (String, bool) {
     let begun = Instant::now();
     let removed = {
-        let mut removal = std::pin::pin!(remove_leftovers(&context, &uid));
+        let mut removal = std::pin::pin!(remove_leftovers(&parts, &uid));
         loop {
             match tokio::time::timeout(SLOW_REMOVAL_WARNING, &mut removal).await {
                 Ok(removed) => break removed,
@@ -213,7 +227,7 @@ async fn remove(
             tracing::info!(uid, "orphaned pod directory removed");
         }
         Err(error) => {
-            let (text, now) = (error.to_string(), context.clock.now());
+            let (text, now) = (error.to_string(), parts.clock.now());
             if let Some(repetitions) = lock(&failures).record(uid.clone(), &text, now) {
                 tracing::warn!(
                     %error,
@@ -239,7 +253,11 @@ fn mirrors_to_delete(orphaned: &BTreeMap<String, Arc<Pod>>) -> BTreeMap<String, 
 }
 
 /// Deletes mirror pods without their static pod, until the process exits. Each mirror has its own task and back-off.
-pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<Roster>) {
+pub async fn delete_mirrors(
+    api: Arc<dyn PodApi>,
+    clock: Clock,
+    mut roster: watch::Receiver<Roster>,
+) {
     let mut tasks = JoinSet::<(String, bool)>::new();
     let mut removals = Removals::default();
     let failures = Failures::default();
@@ -251,7 +269,8 @@ pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<R
         let open = mirrors.keys().filter(|uid| !accepted.contains(*uid));
         for uid in removals.begin(&open.cloned().collect(), Instant::now()) {
             tasks.spawn(delete_mirror(
-                Arc::clone(&context),
+                Arc::clone(&api),
+                clock,
                 Arc::clone(&mirrors[&uid]),
                 Arc::clone(&failures),
             ));
@@ -279,11 +298,12 @@ pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<R
 
 /// Deletes a mirror pod. Returns its uid, and whether the deletion failed.
 async fn delete_mirror(
-    context: Arc<Context>,
+    api: Arc<dyn PodApi>,
+    clock: Clock,
     mirror: Arc<Pod>,
     failures: Failures,
 ) -> (String, bool) {
-    let deletion = mirror::remove(&context, &mirror);
+    let deletion = mirror::remove(&*api, &mirror);
     let deleted = tokio::time::timeout(DELETE_TIMEOUT, deletion)
         .await
         .unwrap_or_else(|_| Err(Fault::later(format!("no answer after {DELETE_TIMEOUT:?}"))));
@@ -291,7 +311,7 @@ async fn delete_mirror(
     match &deleted {
         Ok(()) => lock(&failures).clear(&uid),
         Err(error) => {
-            let now = context.clock.now();
+            let now = clock.now();
             let due = lock(&failures).record(uid, &error.to_string(), now);
             if let Some(repetitions) = due {
                 tracing::warn!(%error, pod = %pod::full_name(&mirror), repetitions, "orphaned mirror pod not deleted, retrying");

@@ -15,14 +15,16 @@ use kube::ResourceExt as _;
 
 use super::inbox::Inbox;
 use super::journal::Log;
-use crate::metrics::Probe;
-use crate::{Context, Kind as Severity};
+use crate::events::{Events, Kind as Severity};
+use crate::metrics::{Metrics, Probe};
 use holdfast_core::pod::journal::{Progress, Step};
 use holdfast_core::pod::observed::{ContainerState, ObservedPod};
 use holdfast_core::pod::probe::{self, Answer, Check, Counter, Health, Kind, Timing};
 use holdfast_core::pod::worker::{Input, Worker};
 use holdfast_core::pod::{self, Role};
-use holdfast_cri::RuntimeErrorKind;
+use holdfast_cri::{Runtime, RuntimeErrorKind};
+use holdfast_probes::Dialer;
+use holdfast_sys::clock::Clock;
 
 /// How often a probe is attempted before its result is unknown.
 const MAX_ATTEMPTS: usize = 3;
@@ -45,9 +47,22 @@ pub struct Probing {
     log: Log,
 }
 
+/// What probes use.
+pub(crate) struct Parts {
+    pub runtime: Arc<dyn Runtime>,
+    /// Network access.
+    pub dialer: Arc<dyn Dialer>,
+    pub clock: Clock,
+    pub events: Events,
+    pub metrics: Arc<Metrics>,
+    pub node_ips: watch::Sender<Vec<String>>,
+    /// The start time of this agent.
+    pub started: Timestamp,
+}
+
 /// The state of one probe task.
 struct Prober {
-    context: Arc<Context>,
+    parts: Arc<Parts>,
     pod: Arc<Pod>,
     role: Role,
     container: Container,
@@ -80,7 +95,7 @@ impl Probing {
 
     /// Starts probes of containers that are running, and stops those of containers that are not. A container whose
     /// start has not completed gets its probes later.
-    pub fn reconcile(&mut self, context: &Arc<Context>, worker: &Worker, observed: &ObservedPod) {
+    pub fn reconcile(&mut self, parts: &Arc<Parts>, worker: &Worker, observed: &ObservedPod) {
         let (pod, starting) = (worker.pod(), worker.starting());
         let mut running = vec![];
         for (role, container) in pod::containers(pod) {
@@ -108,14 +123,7 @@ impl Probing {
                 .filter(|_| !pod::host_network(pod))
                 .map(|sandbox| sandbox.ips.first().cloned().unwrap_or_default());
             let health = worker.probed().health(&seen.id);
-            self.begin(
-                context,
-                pod,
-                role,
-                &container,
-                (&seen.id, since, ip),
-                health,
-            );
+            self.begin(parts, pod, role, &container, (&seen.id, since, ip), health);
         }
         self.instances.retain(|id, instance| {
             let stays = running.contains(id);
@@ -131,7 +139,7 @@ impl Probing {
 
     fn begin(
         &mut self,
-        context: &Arc<Context>,
+        parts: &Arc<Parts>,
         pod: &Arc<Pod>,
         role: Role,
         container: &Container,
@@ -148,7 +156,7 @@ impl Probing {
             };
             let (timing, problem) = Timing::of(pod, &container.name, kind, spec);
             if let Some(problem) = problem {
-                context.events.pod(
+                parts.events.pod(
                     pod,
                     Some(role.field_path(&container.name)),
                     Severity::Warning,
@@ -158,7 +166,7 @@ impl Probing {
             }
             let stop = CancellationToken::new();
             let prober = Prober {
-                context: Arc::clone(context),
+                parts: Arc::clone(parts),
                 pod: Arc::clone(pod),
                 role,
                 container: container.clone(),
@@ -167,7 +175,7 @@ impl Probing {
                 kind,
                 timing,
                 first: Instant::now()
-                    + first_probe(context.started, context.clock.now(), id, since, &timing),
+                    + first_probe(parts.started, parts.clock.now(), id, since, &timing),
                 inbox: self.inbox.clone(),
                 last: *health.of(kind),
                 started: Arc::clone(&started),
@@ -309,7 +317,7 @@ impl Prober {
     }
 
     fn emit_event(&self, reason: &str, message: String) {
-        self.context.events.pod(
+        self.parts.events.pod(
             &self.pod,
             Some(self.role.field_path(&self.container.name)),
             Severity::Warning,
@@ -347,7 +355,7 @@ impl Prober {
             &pod,
             pod::uid(&self.pod),
         ];
-        self.context.metrics.probed(Probe {
+        self.parts.metrics.probed(Probe {
             of,
             kind: name,
             result,
@@ -386,7 +394,7 @@ impl Prober {
     }
 
     fn next(&self) -> Timestamp {
-        self.context.clock.now()
+        self.parts.clock.now()
             + SignedDuration::try_from(self.timing.period).unwrap_or(SignedDuration::ZERO)
     }
 
@@ -394,13 +402,13 @@ impl Prober {
         let Some(spec) = self.kind.of(&self.container) else {
             return Answer::Success;
         };
-        let node_ip = || self.context.node_ips.borrow().first().cloned();
+        let node_ip = || self.parts.node_ips.borrow().first().cloned();
         let ip = self.ip.clone().or_else(node_ip).unwrap_or_default();
         let check = match probe::check(spec, &self.container, &ip) {
             Ok(check) => check,
             Err(error) => return Answer::Unknown(error),
         };
-        let (dialer, timeout) = (&self.context.dialer, self.timing.timeout);
+        let (dialer, timeout) = (&self.parts.dialer, self.timing.timeout);
         let failed =
             |result: Result<(), String>| result.map_or_else(Answer::Failure, |()| Answer::Success);
         match check {
@@ -416,7 +424,7 @@ impl Prober {
                 failed(dialer.grpc(&host, port, &service, timeout).await)
             }
             Check::Exec(command) => match self
-                .context
+                .parts
                 .runtime
                 .exec(&self.id, &command, Some(timeout))
                 .await

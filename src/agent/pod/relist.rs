@@ -11,10 +11,13 @@ use futures::future::{BoxFuture, OptionFuture};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::Context;
+use super::heartbeats::Heartbeats;
+use crate::metrics::Metrics;
+use holdfast_config::Config;
 use holdfast_core::lock::lock;
 use holdfast_core::pod::observed::RuntimeEvent;
-use holdfast_cri::{ListedPod, RuntimeError, RuntimeErrorKind};
+use holdfast_cri::{ListedPod, Runtime, RuntimeError, RuntimeErrorKind};
+use holdfast_sys::clock::Clock;
 
 /// Interval between listings without and with runtime events.
 const LIST_INTERVALS: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
@@ -78,6 +81,15 @@ pub enum Hint {
     Listed(Vec<ListedPod>),
 }
 
+/// What relisting uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub runtime: Arc<dyn Runtime>,
+    pub clock: Clock,
+    pub metrics: Arc<Metrics>,
+    pub heartbeats: Arc<Heartbeats>,
+}
+
 /// The runtime's event stream.
 type Stream = mpsc::Receiver<RuntimeEvent>;
 
@@ -88,13 +100,13 @@ struct Round {
     begun: Instant,
 }
 
-async fn round(context: Arc<Context>, subscribes: bool) -> Round {
+async fn round(runtime: Arc<dyn Runtime>, subscribes: bool) -> Round {
     let subscription = match subscribes {
-        true => Some(context.runtime.events().await),
+        true => Some(runtime.events().await),
         false => None,
     };
     let begun = Instant::now();
-    let listing = context.runtime.list().await;
+    let listing = runtime.list().await;
     Round {
         subscription,
         listing,
@@ -114,7 +126,7 @@ async fn next_event(stream: Option<&mut Stream>) -> Option<RuntimeEvent> {
 struct Closed;
 
 struct Relist {
-    context: Arc<Context>,
+    parts: Parts,
     seen: ObservedFingerprints,
     hints: mpsc::Sender<Hint>,
     stream: Option<Stream>,
@@ -127,9 +139,9 @@ struct Relist {
 }
 
 impl Relist {
-    fn new(context: Arc<Context>, seen: ObservedFingerprints, hints: mpsc::Sender<Hint>) -> Relist {
+    fn new(parts: Parts, seen: ObservedFingerprints, hints: mpsc::Sender<Hint>) -> Relist {
         Relist {
-            context,
+            parts,
             seen,
             hints,
             stream: None,
@@ -161,10 +173,10 @@ impl Relist {
             Some(Err(_)) => self.next_try = Instant::now() + RESUBSCRIBE,
             None => {}
         }
-        let context = &self.context;
+        let parts = &self.parts;
         let begun = round.begun;
-        context.metrics.runtime_listed(
-            context.clock.now().as_duration().as_secs_f64(),
+        parts.metrics.runtime_listed(
+            parts.clock.now().as_duration().as_secs_f64(),
             begun.elapsed(),
             self.last.replace(begun).map(|last| begun - last),
         );
@@ -173,7 +185,7 @@ impl Relist {
             Err(error) => {
                 self.was_unavailable = true;
                 if !std::mem::replace(&mut self.failing, true) {
-                    tracing::error!(%error, endpoint = context.config.runtime_endpoint, "the container runtime does not answer; is it running? retrying every second");
+                    tracing::error!(%error, endpoint = parts.config.runtime_endpoint, "the container runtime does not answer; is it running? retrying every second");
                 }
                 Ok(())
             }
@@ -181,7 +193,7 @@ impl Relist {
     }
 
     async fn take_listed(&mut self, listed: Vec<ListedPod>) -> Result<(), Closed> {
-        self.context.heartbeats.runtime_listed();
+        self.parts.heartbeats.runtime_listed();
         if std::mem::replace(&mut self.failing, false) {
             tracing::info!("the container runtime answers again");
         }
@@ -207,14 +219,14 @@ impl Relist {
 }
 
 /// Runs until the receiver is dropped.
-pub async fn run(context: Arc<Context>, seen: ObservedFingerprints, hints: mpsc::Sender<Hint>) {
-    let mut relist = Relist::new(context, seen, hints);
+pub async fn run(parts: Parts, seen: ObservedFingerprints, hints: mpsc::Sender<Hint>) {
+    let mut relist = Relist::new(parts, seen, hints);
     // Events are read during a listing: a runtime that does not answer the listing may still send events.
     let (mut under_way, mut next) = (OptionFuture::<BoxFuture<Round>>::default(), Instant::now());
     let mut is_listing = false;
     loop {
         if !is_listing && Instant::now() >= next {
-            let round = round(Arc::clone(&relist.context), relist.subscribes());
+            let round = round(Arc::clone(&relist.parts.runtime), relist.subscribes());
             (under_way, is_listing) = (Some(round.boxed()).into(), true);
         }
         let taken = tokio::select! {

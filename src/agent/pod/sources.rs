@@ -12,12 +12,14 @@ use k8s_openapi::api::core::v1::{Container, Pod, Toleration};
 use tokio::sync::watch;
 
 use super::static_uids::{self, KeptUids};
-use crate::Context;
+use holdfast_config::Config;
 use holdfast_core::backoff::Doubling;
 use holdfast_core::pod;
 use holdfast_core::pod::references;
 use holdfast_core::pod::static_uid::Started;
+use holdfast_cri::Runtime;
 use holdfast_sys as sys;
+use holdfast_sys::clock::Clock;
 
 /// Size limit of a manifest, in bytes.
 const FILE_LIMIT: u64 = 10 << 20;
@@ -92,12 +94,19 @@ impl Statics {
 
 type Found = watch::Sender<Statics>;
 
+/// What reading static pods uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub runtime: Arc<dyn Runtime>,
+    pub clock: Clock,
+}
+
 /// Starts to watch the directory and to poll the URL.
-pub fn start(context: &Arc<Context>) -> watch::Receiver<Statics> {
+pub(crate) fn start(parts: Parts) -> watch::Receiver<Statics> {
     let (found, statics) = watch::channel(Statics::default());
-    let (context, found) = (Arc::clone(context), Arc::new(found));
-    tokio::spawn(follow_files(Arc::clone(&context), Arc::clone(&found)));
-    tokio::spawn(follow_url(context, found));
+    let (parts, found) = (Arc::new(parts), Arc::new(found));
+    tokio::spawn(follow_files(Arc::clone(&parts), Arc::clone(&found)));
+    tokio::spawn(follow_url(parts, found));
     statics
 }
 
@@ -123,12 +132,12 @@ fn with_first_seen(mut pods: Vec<Arc<Pod>>, before: &[Arc<Pod>], now: Timestamp)
 }
 
 /// Loads the uids of static pods. Retries until the runtime answers, as no static pod can start without it.
-async fn uids(context: &Context) -> KeptUids {
+async fn uids(parts: &Parts) -> KeptUids {
     let mut pauses = Doubling::new(Duration::from_millis(200), Duration::from_secs(5));
     loop {
-        match static_uids::started(&*context.runtime).await {
+        match static_uids::started(&*parts.runtime).await {
             Ok(started) => {
-                let root = context.config.root_dir.clone();
+                let root = parts.config.root_dir.clone();
                 let load = move || KeptUids::load(&root, started);
                 match tokio::task::spawn_blocking(load).await {
                     Ok(uids) => return uids,
@@ -145,13 +154,13 @@ async fn uids(context: &Context) -> KeptUids {
     }
 }
 
-async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
-    let Some(dir) = context.config.static_pod_path.clone() else {
+async fn follow_files(parts: Arc<Parts>, found: Arc<Found>) {
+    let Some(dir) = parts.config.static_pod_path.clone() else {
         notify(&found, |statics| statics.files = Some(vec![]));
         // The file source is empty for good; the sender must not be dropped.
         return std::future::pending::<()>().await;
     };
-    let uids = Arc::new(uids(&context).await);
+    let uids = Arc::new(uids(&parts).await);
     let mut reported = Vec::new();
     let mut changes = sys::watch::Changes::with_removals(&dir);
     let mut files = BTreeMap::new();
@@ -161,7 +170,7 @@ async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
         if !changes.is_live(&dir) {
             changes = sys::watch::Changes::with_removals(&dir);
         }
-        let (path, node) = (dir.clone(), context.config.node_name.clone());
+        let (path, node) = (dir.clone(), parts.config.node_name.clone());
         let known = Arc::clone(&uids);
         let listed = tokio::task::spawn_blocking(move || {
             let listed = read_dir(&path, &node, &known);
@@ -180,7 +189,7 @@ async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
                 for error in errors.iter().filter(|e| !reported.contains(*e)) {
                     tracing::error!(%error, "skipping a static pod manifest");
                 }
-                let now = context.clock.now();
+                let now = parts.clock.now();
                 notify(&found, |statics| {
                     let before = statics.files.take().unwrap_or_default();
                     let pods = with_first_seen(pods, &before, now);
@@ -201,7 +210,7 @@ async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
             }
         };
         reported = errors;
-        changes.next(context.config.file_check).await;
+        changes.next(parts.config.file_check).await;
     }
 }
 
@@ -216,23 +225,20 @@ fn rewritten(removed: &BTreeSet<OsString>, before: &Files, now: &Files) -> BTree
     rewritten.collect()
 }
 
-async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
-    let Some(url) = context.config.static_pod_url.clone() else {
+async fn follow_url(parts: Arc<Parts>, found: Arc<Found>) {
+    let Some(url) = parts.config.static_pod_url.clone() else {
         notify(&found, |statics| statics.url = Some(vec![]));
         return std::future::pending::<()>().await;
     };
     let mut reported = String::new();
     loop {
-        let fetched = holdfast_kubeapi::client::fetch(
-            &url,
-            &context.config.static_pod_url_header,
-            FILE_LIMIT,
-        )
-        .await;
-        match fetched.and_then(|text| parse_url(&text, &url, &context.config.node_name)) {
+        let fetched =
+            holdfast_kubeapi::client::fetch(&url, &parts.config.static_pod_url_header, FILE_LIMIT)
+                .await;
+        match fetched.and_then(|text| parse_url(&text, &url, &parts.config.node_name)) {
             Ok(pods) => {
                 reported.clear();
-                let now = context.clock.now();
+                let now = parts.clock.now();
                 notify(&found, |statics| {
                     let before = statics.url.take().unwrap_or_default();
                     let pods = with_first_seen(pods, &before, now);
@@ -247,7 +253,7 @@ async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
             }
             Err(_) => {}
         }
-        tokio::time::sleep(context.config.http_check).await;
+        tokio::time::sleep(parts.config.http_check).await;
     }
 }
 

@@ -16,15 +16,17 @@ use tracing::Instrument as _;
 
 use super::asset::Assets;
 use super::inbox::{Inbox, Message, Report};
-use super::journal::Log;
-use super::probing::Probing;
+use super::journal::{Journals, Log};
+use super::probing::{self, Probing};
 use super::relist::ObservedFingerprints;
 use super::status::StatusWriter;
-use super::sync::{Job, Tools};
-use crate::metrics::PodStart;
-use crate::node::ledger::Admission;
+use super::sync::{self, Job, Tools};
+use crate::events::{Events, Kind};
+use crate::metrics::{Metrics, PodStart};
+use crate::node::ledger::{Admission, LedgerHandle};
+use crate::node::{ClaimManager, DeviceManager};
 use crate::volume::Volumes;
-use crate::{Context, Kind};
+use holdfast_config::Config;
 use holdfast_core::node::claims::has_claims;
 use holdfast_core::pod;
 use holdfast_core::pod::exits::Exits;
@@ -34,7 +36,27 @@ use holdfast_core::pod::record::Record;
 use holdfast_core::pod::resize;
 use holdfast_core::pod::status::devices::OfPod as DeviceHealth;
 use holdfast_core::pod::worker::{Facts, Input, Key, Op, Rules, Turn, Update, Worker};
-use holdfast_sys::clock::Watch;
+use holdfast_cri::Features;
+use holdfast_kubeapi::pods::PodApi;
+use holdfast_sys::clock::{Clock, Watch};
+
+/// What all workers use.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub api: Arc<dyn PodApi>,
+    pub clock: Clock,
+    pub events: Events,
+    pub metrics: Arc<Metrics>,
+    pub journals: Arc<Journals>,
+    pub ledger: LedgerHandle,
+    pub devices: Arc<DeviceManager>,
+    pub claims: Arc<ClaimManager>,
+    /// The features that the runtime last reported.
+    pub features: watch::Sender<Features>,
+    pub node_ips: watch::Sender<Vec<String>>,
+    pub probes: Arc<probing::Parts>,
+    pub sync: Arc<sync::Parts>,
+}
 
 /// An operation in progress. Dropping it cancels the operation.
 struct Running {
@@ -45,6 +67,7 @@ struct Running {
 
 /// A worker and its connections to the rest of the agent.
 struct Shell {
+    parts: Arc<Parts>,
     worker: Worker,
     tools: Arc<Tools>,
     seen: ObservedFingerprints,
@@ -71,22 +94,22 @@ fn has_run(worker: &Worker) -> bool {
 
 /// Runs until the pod has terminated and all its resources are released.
 pub async fn run(
-    context: Arc<Context>,
+    parts: Arc<Parts>,
     worker: Worker,
     admission: Option<Admission>,
     inbox: Inbox,
     seen: ObservedFingerprints,
 ) {
-    let log = context
+    let log = parts
         .journals
-        .open(&worker.update().pod, context.clock, &context.metrics);
+        .open(&worker.update().pod, parts.clock, &parts.metrics);
     let changed = inbox.clone();
     let volumes = Volumes::new(Arc::new(move || changed.send(Input::VolumesChanged)));
     let (writer, uid) = (
         StatusWriter::start(
-            Arc::clone(&context.api),
-            Arc::clone(&context.metrics),
-            context.clock,
+            Arc::clone(&parts.api),
+            Arc::clone(&parts.metrics),
+            parts.clock,
         ),
         pod::uid(worker.pod()).to_owned(),
     );
@@ -94,18 +117,19 @@ pub async fn run(
     // Closed immediately so that `wait()` can be called repeatedly; new tasks may still be tracked.
     starts.close();
     log.start_record(Record::new(
-        rules(&context, &Assets::default()),
-        context.node_ips.borrow().clone(),
+        rules(&parts, &Assets::default()),
+        parts.node_ips.borrow().clone(),
         &worker,
     ));
     let mut shell = Shell {
+        parts: Arc::clone(&parts),
         probing: Probing::new(inbox.clone(), log.clone()),
         ran: has_run(&worker),
         worker,
-        first_seen: context.clock.now(),
-        clock: Watch::of(context.clock),
+        first_seen: parts.clock.now(),
+        clock: Watch::of(parts.clock),
         tools: Arc::new(Tools {
-            context: Arc::clone(&context),
+            parts: Arc::clone(&parts.sync),
             log,
             writer,
             volumes: tokio::sync::Mutex::new(volumes),
@@ -134,43 +158,37 @@ pub async fn run(
     while let Some(wake_at) = shell.take(input) {
         input = shell.next_input(wake_at).await;
     }
-    context.ledger.release(&uid);
-    context.journals.mark_deleted(&uid);
-    context.metrics.remove_pod(shell.worker.pod());
+    parts.ledger.release(&uid);
+    parts.journals.mark_deleted(&uid);
+    parts.metrics.remove_pod(shell.worker.pod());
 }
 
-fn rules(context: &Context, assets: &Assets) -> Rules {
+fn rules(parts: &Parts, assets: &Assets) -> Rules {
     let span = |time: Duration| SignedDuration::try_from(time).unwrap_or(SignedDuration::MAX);
     Rules {
-        sync_frequency: span(context.config.sync_frequency),
-        max_backoff: span(context.config.max_backoff),
-        mirrors: context.config.kubeconfig.is_some(),
-        recursive_read_only: context
+        sync_frequency: span(parts.config.sync_frequency),
+        max_backoff: span(parts.config.max_backoff),
+        mirrors: parts.config.kubeconfig.is_some(),
+        recursive_read_only: parts
             .features
             .borrow()
             .handler(assets.handler())
             .recursive_read_only,
-        runtime: context.features.borrow().runtime.clone(),
+        runtime: parts.features.borrow().runtime.clone(),
     }
 }
 
 impl Shell {
-    fn context(&self) -> &Arc<Context> {
-        &self.tools.context
-    }
-
     fn log(&self) -> &Log {
         &self.tools.log
     }
 
     /// The health of the devices of the pod's containers.
     fn device_health(&self) -> DeviceHealth {
-        let (pod, context) = (self.worker.pod(), self.context());
-        let mut health = context
-            .devices
-            .read(|devices| devices.health(pod::uid(pod)));
+        let (pod, parts) = (self.worker.pod(), &self.parts);
+        let mut health = parts.devices.read(|devices| devices.health(pod::uid(pod)));
         if has_claims(pod) {
-            for (container, devices) in context.claims.health(pod) {
+            for (container, devices) in parts.claims.health(pod) {
                 health.entry(container).or_default().extend(devices);
             }
         }
@@ -207,7 +225,7 @@ impl Shell {
                 State::Syncing => "sync",
                 _ => "kill",
             };
-            self.context()
+            self.parts
                 .metrics
                 .sync_completed(operation, running.begun.elapsed());
         }
@@ -233,12 +251,12 @@ impl Shell {
     /// wake up, or `None` if the pod has left this node.
     fn turn(&mut self, input: Input) -> Option<Option<Instant>> {
         self.turns += 1;
-        let now = self.context().clock.now();
+        let now = self.parts.clock.now();
         let facts = Facts {
             now,
-            node_ips: self.context().node_ips.borrow().clone(),
+            node_ips: self.parts.node_ips.borrow().clone(),
             blocking_reason: self.log().blocking_reason(),
-            rules: rules(self.context(), &self.assets),
+            rules: rules(&self.parts, &self.assets),
         };
         let object_before = object_of(self.worker.update());
         let pod_before = Arc::clone(&self.worker.update().pod);
@@ -255,7 +273,7 @@ impl Shell {
         let pod_now = &self.worker.update().pod;
         if !Arc::ptr_eq(&pod_before, pod_now) {
             let changes = resize::requested_changes(&pod_before, pod_now);
-            self.context().metrics.record_resize_request(&changes);
+            self.parts.metrics.record_resize_request(&changes);
         }
         if self.worker.state.is_ending() {
             self.tools.ending.cancel();
@@ -310,7 +328,7 @@ impl Shell {
             } else {
                 Kind::Normal
             };
-            self.context().events.pod(
+            self.parts.events.pod(
                 self.worker.pod(),
                 event.field_path.clone(),
                 kind,
@@ -340,8 +358,8 @@ impl Shell {
                 let Some(observed) = self.worker.observed.clone() else {
                     return;
                 };
-                let context = Arc::clone(&self.tools.context);
-                self.probing.reconcile(&context, &self.worker, &observed);
+                let probes = &self.parts.probes;
+                self.probing.reconcile(probes, &self.worker, &observed);
                 if self.worker.state.is_ending() {
                     self.probing
                         .stop_restarting_probes(self.worker.pod(), &observed);
@@ -356,7 +374,7 @@ impl Shell {
         let Some(observed) = self.worker.observed.as_ref().filter(|_| turn.observed) else {
             return;
         };
-        let now = self.tools.context.clock.now();
+        let now = self.parts.clock.now();
         for exit in self.exits.exits_to_log(observed, self.first_seen, now) {
             tracing::info!(
                 container = exit.container,
@@ -376,7 +394,7 @@ impl Shell {
             && !std::mem::replace(&mut self.requests_released, true)
         {
             let uid = pod::uid(self.worker.pod());
-            self.context().ledger.release_requests(uid, true);
+            self.parts.ledger.release_requests(uid, true);
         }
     }
 
@@ -392,8 +410,8 @@ impl Shell {
             return;
         }
         self.ran = true;
-        let (context, pod) = (self.context(), self.worker.pod());
-        let now = context.clock.now();
+        let (parts, pod) = (&self.parts, self.worker.pod());
+        let now = parts.clock.now();
         let since = |at: Timestamp| now.duration_since(at).as_secs_f64();
         let created = pod
             .metadata
@@ -405,7 +423,7 @@ impl Shell {
             .iter()
             .flatten()
             .any(|v| v.persistent_volume_claim.is_some() || v.ephemeral.is_some());
-        context.metrics.pod_started(PodStart {
+        parts.metrics.pod_started(PodStart {
             seen: since(self.first_seen),
             created: since(created),
             images: self.log().took(Step::Image).as_secs_f64(),
@@ -417,9 +435,9 @@ impl Shell {
     /// Starts an operation in its own task, which reports to the inbox.
     fn begin(&mut self, op: Op) {
         if self.serial == 0 {
-            let after = self.context().clock.now().duration_since(self.first_seen);
+            let after = self.parts.clock.now().duration_since(self.first_seen);
             let containers = pod::spec(self.worker.pod()).containers.len();
-            let metrics = &self.context().metrics;
+            let metrics = &self.parts.metrics;
             metrics.first_sync(containers, after.as_secs_f64());
         }
         self.serial += 1;

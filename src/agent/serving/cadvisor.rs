@@ -475,7 +475,7 @@ pub async fn cadvisor(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
         read.await.unwrap_or_default()
     };
     let layout = server.figures.topology.get_or_init(read).await;
-    let (about, swap) = (&server.context.machine, snapshot.machine.swap.0);
+    let (about, swap) = (&server.parts.machine, snapshot.machine.swap.0);
     let mut out = containers(&snapshot, about.cgroup_v2, &image);
     machine(&mut out, about, layout, swap);
     Ok(page(out))

@@ -40,7 +40,7 @@ pub async fn make(
         )
     })?;
     let id = exec::running(server, place).await?;
-    let dir = server.context.config.root_dir.join("checkpoints");
+    let dir = server.parts.config.root_dir.join("checkpoints");
     let (own, made) = (dir.clone(), dir.clone());
     let failed = |why: &dyn std::fmt::Display| {
         let (namespace, pod, container) = (&place.namespace, &place.pod, &place.container);
@@ -52,7 +52,7 @@ pub async fn make(
     let prepared = blocking(move || prepare(&own)).await;
     prepared.map_err(|e| failed(&e))?;
     let at = server
-        .context
+        .parts
         .clock
         .now()
         .strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -65,7 +65,7 @@ pub async fn make(
         .display()
         .to_string();
     let done = server
-        .context
+        .parts
         .runtime
         .checkpoint(&id, &path, Duration::from_secs(seconds.into()))
         .await;

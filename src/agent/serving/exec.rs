@@ -5,7 +5,6 @@
 //! disconnects, the command continues: its input is closed, its output is discarded, and it is deleted when it exits.
 
 use std::pin::pin;
-use std::sync::Arc;
 use std::time::Duration;
 
 use futures::FutureExt as _;
@@ -18,12 +17,13 @@ use tokio::net::unix::pipe::Receiver as PipeReader;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::{Context, Refusal, Server};
+use super::{Refusal, Server};
+use holdfast_config::Config;
 use holdfast_core::backoff::Doubling;
 use holdfast_core::pod;
 use holdfast_core::pod::observed::ContainerState;
 use holdfast_core::serving::{PodTarget, Streams, command_status, query};
-use holdfast_cri::{ExecProcess, PreparedExec, RuntimeError, RuntimeErrorKind, Stdio};
+use holdfast_cri::{ExecProcess, PreparedExec, Runtime, RuntimeError, RuntimeErrorKind, Stdio};
 use holdfast_https::{
     Channels, CommandStreams, Output, OutputKind, SocketContent, serve_command, socket_content,
 };
@@ -52,7 +52,7 @@ pub(super) async fn session(
     let pairs = query::pairs(text).into_iter();
     let command = pairs.filter(|(key, _)| key == "command").map(|(_, v)| v);
     let command: Vec<String> = command.collect();
-    let (Some(tasks), Ok(streams)) = (server.context.runtime.tasks(), Streams::parse(text)) else {
+    let (Some(tasks), Ok(streams)) = (server.parts.runtime.tasks(), Streams::parse(text)) else {
         return Ok(None);
     };
     if !streams.stdin || command.is_empty() || !is_supported(request.headers()) {
@@ -66,7 +66,7 @@ pub(super) async fn session(
             return Ok(None);
         }
     };
-    let fifos = match create_fifos(&server.context, &prepared.process, streams.tty).await {
+    let fifos = match create_fifos(&server.parts.config, &prepared.process, streams.tty).await {
         Ok(fifos) => fifos,
         Err(error) => {
             tracing::warn!(%error, "creating the FIFOs of a command failed: serving it through CRI, and short input may be lost");
@@ -89,12 +89,8 @@ fn is_supported(headers: &HeaderMap) -> bool {
     is_spdy && offered.any(|all| all.split(',').any(|v| v.trim() == "v4.channel.k8s.io"))
 }
 
-async fn create_fifos(
-    context: &Context,
-    process: &ExecProcess,
-    tty: bool,
-) -> std::io::Result<Fifos> {
-    let parent = context.config.root_dir.join(DIRECTORY);
+async fn create_fifos(config: &Config, process: &ExecProcess, tty: bool) -> std::io::Result<Fifos> {
+    let parent = config.root_dir.join(DIRECTORY);
     let name = format!("{}.{}", process.container(), process.id());
     let names: &[&str] = if tty {
         &[STDIN, STDOUT]
@@ -345,8 +341,8 @@ async fn wait_and_delete(process: &ExecProcess, fifos: &Fifos) -> Result<(), Str
 }
 
 /// Takes over commands of an earlier agent that are still running or not deleted.
-pub(super) fn adopt_leftovers(context: &Arc<Context>) {
-    let parent = context.config.root_dir.join(DIRECTORY);
+pub(super) fn adopt_leftovers(config: &Config, runtime: &dyn Runtime) {
+    let parent = config.root_dir.join(DIRECTORY);
     let left = match fifo::leftovers(&parent) {
         Ok(left) => left,
         Err(error) => {
@@ -354,7 +350,7 @@ pub(super) fn adopt_leftovers(context: &Arc<Context>) {
             return;
         }
     };
-    let Some(tasks) = context.runtime.tasks() else {
+    let Some(tasks) = runtime.tasks() else {
         return;
     };
     for (name, fifos) in left {
@@ -371,7 +367,7 @@ pub(super) async fn running(server: &Server, place: &PodTarget) -> Result<String
         .find(place)
         .ok_or_else(|| Refusal(StatusCode::NOT_FOUND, "pod does not exist".into()))?;
     let observed = server
-        .context
+        .parts
         .runtime
         .observe(pod::uid(&known.pod))
         .await

@@ -231,7 +231,7 @@ impl Running {
 
 /// The running containers, or those of the runtime's last answer.
 pub async fn running(server: &Server) -> Result<Vec<RunningContainer>, RuntimeError> {
-    let request = server.context.runtime.running();
+    let request = server.parts.runtime.running();
     server.figures.running.refresh(request).await
 }
 
@@ -462,16 +462,16 @@ struct Placed {
 
 /// The pods with a running container.
 fn placed(server: &Server, running: Vec<RunningContainer>) -> Vec<Placed> {
-    let context = &server.context;
+    let parts = &server.parts;
     let mut by_pod: HashMap<String, Vec<RunningContainer>> = HashMap::new();
     for container in running {
         let own = by_pod.entry(container.uid.clone()).or_default();
         own.push(container);
     }
-    let roster = context.roster.borrow();
+    let roster = parts.roster.borrow();
     let place = |known: &Known| {
         let own = by_pod.remove(pod::uid(&known.pod))?;
-        let of = |id: Option<&str>| context.host.cgroup_path(&known.pod, id);
+        let of = |id: Option<&str>| parts.host.cgroup_path(&known.pod, id);
         let id = own.first()?.sandbox.clone();
         let place = of(Some(&id));
         Some(Placed {
@@ -497,12 +497,12 @@ async fn read(
     depth: Depth,
     before: Option<&Dated>,
 ) -> Result<Snapshot, RuntimeError> {
-    let context = &server.context;
+    let parts = &server.parts;
     let placed = placed(server, running(server).await?);
-    let (root_dir, at) = (context.config.root_dir.clone(), context.clock.now());
-    let mut systems = vec![("pods", context.host.cgroup_of_all(), Some(context.started))];
+    let (root_dir, at) = (parts.config.root_dir.clone(), parts.clock.now());
+    let mut systems = vec![("pods", parts.host.cgroup_of_all(), Some(parts.started))];
     if depth == Depth::All {
-        let classes = context.host.cgroups_of_classes().into_iter();
+        let classes = parts.host.cgroups_of_classes().into_iter();
         systems.extend(classes.map(|cgroup| ("", cgroup, None)));
     }
     let of_meter = Meter {
@@ -516,13 +516,13 @@ async fn read(
     };
     let server = Arc::clone(server);
     let read = move || {
-        let context = &server.context;
+        let parts = &server.parts;
         let known = server.figures.runtime.get().cloned().or_else(|| {
-            let found = meter::cgroup_of_server(&context.config.runtime_endpoint)?;
+            let found = meter::cgroup_of_server(&parts.config.runtime_endpoint)?;
             Some(server.figures.runtime.get_or_init(|| found).clone())
         });
-        let own = &context.config.own_cgroups;
-        systems.extend(others(own, meter::own_cgroup(), known, context.started));
+        let own = &parts.config.own_cgroups;
+        systems.extend(others(own, meter::own_cgroup(), known, parts.started));
         let machine = meter::machine(depth, &root_dir.to_string_lossy());
         let snapshot = Snapshot {
             at,
@@ -596,13 +596,13 @@ async fn measure_disk(
     pod: &Arc<Pod>,
     layers: &OnceCell<Layers>,
 ) -> DiskFigures {
-    let context = &server.context;
+    let parts = &server.parts;
     let layers = layers
-        .get_or_init(|| async { context.runtime.layers().await.unwrap_or_default() })
+        .get_or_init(|| async { parts.runtime.layers().await.unwrap_or_default() })
         .await;
     let mut figures = DiskFigures::default();
     for volume in local_storage::volumes_on_disk(pod) {
-        match context.host.volume_usage(pod, &volume, u64::MAX).await {
+        match parts.host.volume_usage(pod, &volume, u64::MAX).await {
             Ok(used) => {
                 figures.ephemeral += used.bytes;
                 let own = VolumeFigures {
@@ -617,7 +617,7 @@ async fn measure_disk(
         }
     }
     for (_, container) in pod::containers(pod) {
-        let logs = context
+        let logs = parts
             .host
             .log_usage(pod, &container.name)
             .await
@@ -630,7 +630,7 @@ async fn measure_disk(
         figures.logs.insert(container.name.clone(), logs);
         figures.layers.insert(container.name.clone(), layer);
     }
-    for mut volume in csi::figures(context, pod::uid(pod)).await {
+    for mut volume in csi::figures(&parts.csi, pod::uid(pod)).await {
         // A CSI volume is stored under its persistent volume's name; in the pod it has the name of the claim's volume.
         if let Some(claim) = &volume.claim {
             let named = claims::of_pod(pod)

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use crate::Context;
 use crate::node::credentials::Pair;
 use holdfast_config::Config;
 use holdfast_https::TlsFiles;
@@ -15,19 +14,14 @@ pub(super) fn is_awaited(config: &Config) -> bool {
 }
 
 /// The TLS files. Creates a self-signed certificate if the configuration names none.
-pub(super) fn of(context: &Context) -> Result<TlsFiles, String> {
-    let config = &context.config;
+pub(super) fn of(config: &Config, node_ips: &[String]) -> Result<TlsFiles, String> {
     let (certificate, key) = match &config.serving.certificate {
         Some(pair) => pair.clone(),
         None if config.serving.asks_for_certificate => {
             let current = Pair::serving(&config.cert_dir).current();
             (current.clone(), current)
         }
-        None => self_signed(
-            &config.cert_dir,
-            &config.node_name,
-            &context.node_ips.borrow(),
-        )?,
+        None => self_signed(&config.cert_dir, &config.node_name, node_ips)?,
     };
     Ok(TlsFiles {
         certificate,

@@ -13,7 +13,8 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::files;
-use crate::{Context, Kind};
+use crate::events::{Events, Kind};
+use holdfast_config::Config;
 use holdfast_https::{Protocol, Tls};
 use holdfast_sys::ports;
 
@@ -129,11 +130,19 @@ async fn retry_until_served<T, A: Future<Output = Result<T, String>>>(
     }
 }
 
-fn log(context: &Context, part: Part, why: &str) {
+/// What opening the servers uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub events: Events,
+    pub node_ips: watch::Sender<Vec<String>>,
+    pub unserved: Arc<Unserved>,
+}
+
+fn log(parts: &Parts, part: Part, why: &str) {
     tracing::error!("{why}; retrying");
     if part != Part::Healthz {
-        let node = &context.config.node_name;
-        let events = &context.events;
+        let node = &parts.config.node_name;
+        let events = &parts.events;
         events.node(node, Kind::Warning, "KubeletSetupFailed", why);
     }
 }
@@ -157,12 +166,12 @@ async fn bind(part: Part, address: SocketAddr) -> Result<TcpListener, String> {
 
 /// Listens on a port, and retries until it succeeds. Other tasks of the agent continue meanwhile.
 pub(super) async fn bind_with_retries(
-    context: &Context,
+    parts: &Parts,
     part: Part,
     address: SocketAddr,
 ) -> TcpListener {
-    let unserved = &context.unserved;
-    let report = |why: &str| log(context, part, why);
+    let unserved = &parts.unserved;
+    let report = |why: &str| log(parts, part, why);
     let listener = retry_until_served(unserved, part, report, || bind(part, address)).await;
     if part == Part::Main {
         unserved.mark_tried();
@@ -172,10 +181,10 @@ pub(super) async fn bind_with_retries(
 
 /// Waits for the TLS files. A node whose serving certificate is not approved yet is ready, as with the kubelet: the
 /// approver may run in a pod of this node.
-pub(super) async fn tls(context: &Context, protocol: &Protocol) -> Arc<Tls> {
+pub(super) async fn tls(parts: &Parts, protocol: &Protocol) -> Arc<Tls> {
     let mut is_reported = false;
-    while files::is_awaited(&context.config) {
-        context.unserved.mark_tried();
+    while files::is_awaited(&parts.config) {
+        parts.unserved.mark_tried();
         if !std::mem::replace(&mut is_reported, true) {
             tracing::warn!(
                 "the agent's HTTP API has no serving certificate yet: the agent requests it when the node has an address, and the CertificateSigningRequest must be approved"
@@ -185,20 +194,14 @@ pub(super) async fn tls(context: &Context, protocol: &Protocol) -> Arc<Tls> {
     }
     let part = Part::Main;
     let attempt = || {
-        let tls = files::of(context).and_then(|files| {
+        let tls = files::of(&parts.config, &parts.node_ips.borrow()).and_then(|files| {
             let tls = Tls::follow(files, protocol.clone());
             tls.map(Arc::new).map_err(|e| e.to_string())
         });
         let refused = |e| format!("{} cannot be served: {e}", part.name());
         std::future::ready(tls.map_err(refused))
     };
-    retry_until_served(
-        &context.unserved,
-        part,
-        |why| log(context, part, why),
-        attempt,
-    )
-    .await
+    retry_until_served(&parts.unserved, part, |why| log(parts, part, why), attempt).await
 }
 
 #[cfg(test)]

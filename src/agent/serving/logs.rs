@@ -17,11 +17,11 @@ use tokio::time::Instant;
 use super::Known;
 use super::Refusal;
 use super::Server;
-use crate::Context;
 use holdfast_core::pod;
 use holdfast_core::pod::observed::{Container, ContainerState, ObservedPod};
 use holdfast_core::serving::logs::Decoder;
 use holdfast_core::serving::{LogOptions, PodTarget};
+use holdfast_cri::Runtime;
 use holdfast_host::blocking;
 use holdfast_host::serving::logfile::{LogFile, Next};
 use holdfast_https::{Body, BoxError, text};
@@ -201,11 +201,11 @@ pub async fn serve_container_log(
     place: &PodTarget,
     query: &str,
 ) -> Result<Response<Body>, Refusal> {
-    let context = &server.context;
-    let options = LogOptions::parse(query, context.clock.now()).map_err(Refusal::of)?;
+    let parts = &server.parts;
+    let options = LogOptions::parse(query, parts.clock.now()).map_err(Refusal::of)?;
     let known = find(server, place)?;
     let container = &place.container;
-    let observed = match context.runtime.observe(pod::uid(&known.pod)).await {
+    let observed = match parts.runtime.observe(pod::uid(&known.pod)).await {
         Ok(observed) => observed,
         Err(error) => {
             tracing::debug!(%error, container, "cannot read a log: the runtime does not answer");
@@ -220,7 +220,7 @@ pub async fn serve_container_log(
         }
     };
     let instance = instance(&known, &observed, container, options.previous)?;
-    let dir = context.host.log_directory(&known.pod);
+    let dir = parts.host.log_directory(&known.pod);
     let name = PathBuf::from(container).join(format!("{}.log", instance.attempt));
     let (whole, tail, path) = (dir.clone(), options.tail, dir.join(&name));
     let opened = blocking(move || Ok(LogFile::open(&whole, &name, tail)?)).await;
@@ -235,7 +235,7 @@ pub async fn serve_container_log(
         None => decoder,
     };
     let follow = options.follow.then(|| Following {
-        context: Arc::clone(context),
+        runtime: Arc::clone(&parts.runtime),
         dir: dir.join(&place.container),
         uid: pod::uid(&known.pod).to_owned(),
         id: instance.running,
@@ -257,7 +257,7 @@ pub(super) fn stream(pieces: mpsc::Receiver<Bytes>) -> Response<Body> {
 
 /// A log that is followed while its container is running.
 struct Following {
-    context: Arc<Context>,
+    runtime: Arc<dyn Runtime>,
     dir: PathBuf,
     uid: String,
     id: Option<String>,
@@ -267,7 +267,7 @@ impl Following {
     /// Whether more output may follow. An unknown state counts as running.
     async fn may_continue(&self) -> bool {
         let Some(id) = &self.id else { return false };
-        match self.context.runtime.observe(&self.uid).await {
+        match self.runtime.observe(&self.uid).await {
             Ok(pod) => pod
                 .containers
                 .iter()

@@ -9,9 +9,9 @@ use kube::ResourceExt as _;
 use super::Refusal;
 use super::figures::{self, ContainerFigures, PodFigures, Snapshot};
 use super::{Known, KnownPods, Server, page};
-use crate::Context;
 use crate::node::credentials::Pair;
-use crate::node::{claim_metrics, manager_metrics};
+use crate::node::ledger::LedgerHandle;
+use crate::node::{ClaimManager, claim_metrics, manager_metrics};
 use holdfast_core::node::features::FEATURES;
 use holdfast_core::pod;
 use holdfast_core::serving::cgroup_stats::{Depth, Usage};
@@ -23,7 +23,7 @@ use holdfast_sys::meter;
 const NANO: f64 = 1e9;
 
 /// Returns a subpath of `/metrics` by its name.
-pub async fn part(server: &Arc<Server>, name: &str) -> Result<Response<Body>, Refusal> {
+pub(super) async fn part(server: &Arc<Server>, name: &str) -> Result<Response<Body>, Refusal> {
     match name {
         "resource" => resource(server).await,
         "cadvisor" => super::cadvisor::cadvisor(server).await,
@@ -181,30 +181,37 @@ fn slis() -> Response<Body> {
 /// `/metrics/probes`.
 fn probes(server: &Arc<Server>) -> Response<Body> {
     let mut out = Page::default();
-    server.context.metrics.write(true, &mut out);
+    server.parts.metrics.write(true, &mut out);
     page(out)
 }
 
+/// The actors whose state only `/metrics` contains.
+pub(crate) struct Parts {
+    pub ledger: LedgerHandle,
+    pub claims: Arc<ClaimManager>,
+}
+
 /// The volumes of pods, and the node's resource managers.
-async fn write_managers(out: &mut Page, context: &Context) {
+async fn write_managers(out: &mut Page, parts: &super::Parts) {
     let name = "volume_manager_total_volumes";
     out.family(name, "gauge", "Number of volumes in Volume Manager");
-    for ((state, plugin), count) in context.metrics.volumes() {
+    for ((state, plugin), count) in parts.metrics.volumes() {
         let labels = [("plugin_name", plugin.as_str()), ("state", state)];
         out.sample(name, &labels, count as f64, None);
     }
-    manager_metrics::write(&context.ledger.managers().await, out);
-    let rules = &context.config.enforcement;
+    manager_metrics::write(&parts.managers.ledger.managers().await, out);
+    let rules = &parts.config.enforcement;
     if rules.memory.is_some() {
-        let roster = context.roster.borrow();
+        let roster = parts.roster.borrow();
         let pods = roster.iter().map(|known| &*known.pod);
         let alive: Vec<_> = pods.filter(|pod| !pod::is_terminal(pod)).collect();
         manager_metrics::write_protected(rules, &alive, out);
     }
-    context
+    parts
+        .managers
         .claims
         .read(|claims| claim_metrics::write(claims, out));
-    let (orphans, failed) = context.metrics.orphaned();
+    let (orphans, failed) = parts.metrics.orphaned();
     out.single(
         "kubelet_orphan_pod_cleaned_volumes",
         "gauge",
@@ -223,7 +230,7 @@ async fn write_managers(out: &mut Page, context: &Context) {
 
 /// The running pods and containers, and the dead containers, as the runtime reports them.
 async fn write_running(out: &mut Page, server: &Server) {
-    let ended = server.context.runtime.dead_containers();
+    let ended = server.parts.runtime.dead_containers();
     let ended = tokio::time::timeout(figures::RUNTIME_TIMEOUT, ended);
     let (running, ended) = tokio::join!(figures::running(server), ended);
     let running = match running {
@@ -330,7 +337,7 @@ fn logs(out: &mut Page, server: &Server) {
         "gauge",
         "Bytes used by the container's logs on the filesystem.",
     );
-    for known in server.context.roster.borrow().iter() {
+    for known in server.parts.roster.borrow().iter() {
         let uid = pod::uid(&known.pod);
         let (namespace, pod) = (
             known.pod.namespace().unwrap_or_default(),
@@ -470,7 +477,7 @@ fn lifecycle_of(known: &Known) -> &'static str {
 
 /// `/metrics`: the agent itself.
 async fn own(server: &Arc<Server>) -> Response<Body> {
-    let (context, mut out) = (&server.context, Page::default());
+    let (parts, mut out) = (&server.parts, Page::default());
     let (cpu, resident, virtual_bytes, open, most, began) = meter::own();
     for (name, kind, help, value) in [
         (
@@ -515,15 +522,15 @@ async fn own(server: &Arc<Server>) -> Response<Body> {
     for (name, pair) in [
         (
             "kubelet_certificate_manager_client_ttl_seconds",
-            Pair::client(&context.config.cert_dir),
+            Pair::client(&parts.config.cert_dir),
         ),
         (
             "kubelet_certificate_manager_server_ttl_seconds",
-            Pair::serving(&context.config.cert_dir),
+            Pair::serving(&parts.config.cert_dir),
         ),
     ] {
         if let Some((_, ends)) = pair.lifetime() {
-            let left = ends.duration_since(context.clock.now()).as_secs_f64();
+            let left = ends.duration_since(parts.clock.now()).as_secs_f64();
             out.single(
                 name,
                 "gauge",
@@ -533,7 +540,7 @@ async fn own(server: &Arc<Server>) -> Response<Body> {
             );
         }
     }
-    let shutdown = context.metrics.shutdown();
+    let shutdown = parts.metrics.shutdown();
     for (name, help, time) in [
         (
             "kubelet_graceful_shutdown_start_time_seconds",
@@ -559,7 +566,7 @@ async fn own(server: &Arc<Server>) -> Response<Body> {
         out.sample(
             name,
             &[("name", feature.name), ("stage", feature.stage.label())],
-            f64::from(u8::from(feature.is_enabled(&context.config.feature_gates))),
+            f64::from(u8::from(feature.is_enabled(&parts.config.feature_gates))),
             None,
         );
     }
@@ -580,7 +587,7 @@ async fn own(server: &Arc<Server>) -> Response<Body> {
         "kubelet_node_name",
         "gauge",
         "The node's name. The count is always 1.",
-        &[("node", &context.config.node_name)],
+        &[("node", &parts.config.node_name)],
         1.0,
     );
     out.single(
@@ -588,16 +595,16 @@ async fn own(server: &Arc<Server>) -> Response<Body> {
         "gauge",
         "The version of cgroups on the node.",
         &[],
-        if context.machine.cgroup_v2 { 2.0 } else { 1.0 },
+        if parts.machine.cgroup_v2 { 2.0 } else { 1.0 },
     );
-    let roster = context.roster.borrow().clone();
+    let roster = parts.roster.borrow().clone();
     write_desired_pods(&mut out, &roster);
     working_pods(&mut out, &roster);
     resizes(&mut out, &roster);
-    write_managers(&mut out, context).await;
+    write_managers(&mut out, parts).await;
     write_running(&mut out, server).await;
     volumes(&mut out, server);
     logs(&mut out, server);
-    context.metrics.write(false, &mut out);
+    parts.metrics.write(false, &mut out);
     page(out)
 }

@@ -9,10 +9,10 @@ mod exec;
 mod figures;
 mod files;
 mod gzip;
-mod listen;
+pub(crate) mod listen;
 pub mod local;
 mod logs;
-mod metrics;
+pub(crate) mod metrics;
 mod node_logs;
 pub mod pod_resources;
 mod sessions;
@@ -31,18 +31,25 @@ use hyper::{Request, Response, StatusCode};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
+use tokio::sync::watch;
 use tracing::Instrument as _;
 
-use super::Context;
-use super::metrics::RequestInFlight;
+use super::Csi;
+use super::metrics::{Metrics, RequestInFlight};
+use super::pod::heartbeats::Heartbeats;
+use super::pod::journal::Journals;
 use access::Access;
+use holdfast_config::Config;
 use holdfast_core::pod;
 use holdfast_core::serving::exposition::Page;
 use holdfast_core::serving::{self, Endpoint, PodTarget, Route};
-use holdfast_cri::{ImageFilesystem, RuntimeError};
+use holdfast_cri::{ImageFilesystem, Runtime, RuntimeError};
+use holdfast_host::PodHost;
 use holdfast_https as https;
 use holdfast_https::{Body, Limits, Peer, Protocol, text};
 use holdfast_kubeapi::reviews::Reviews;
+use holdfast_sys::clock::Clock;
+use holdfast_sys::machine::Machine;
 use holdfast_sys::service;
 use listen::Part;
 
@@ -120,9 +127,27 @@ impl Refusal {
     }
 }
 
+/// What the server uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub runtime: Arc<dyn Runtime>,
+    pub host: Arc<dyn PodHost>,
+    pub clock: Clock,
+    pub machine: Arc<Machine>,
+    pub metrics: Arc<Metrics>,
+    pub roster: watch::Sender<KnownPods>,
+    pub journals: Arc<Journals>,
+    pub heartbeats: Arc<Heartbeats>,
+    pub csi: Arc<Csi>,
+    /// The start time of this agent.
+    pub started: Timestamp,
+    pub managers: metrics::Parts,
+    pub listen: listen::Parts,
+}
+
 /// The server of the HTTP API.
-pub struct Server {
-    context: Arc<Context>,
+pub(crate) struct Server {
+    parts: Parts,
     access: Access,
     figures: figures::Measurements,
     sessions: Sessions,
@@ -147,13 +172,13 @@ impl Server {
             uid && pod.name_any() == place.pod
                 && pod.namespace().unwrap_or_default() == place.namespace
         };
-        self.context.roster.borrow().iter().find(fits).cloned()
+        self.parts.roster.borrow().iter().find(fits).cloned()
     }
 
     /// The runtime's image directory and sandbox image, read once.
     async fn image_settings(&self) -> Result<&(PathBuf, String), RuntimeError> {
         let ask = || async {
-            let stock = self.context.runtime.image_inventory().await?;
+            let stock = self.parts.runtime.image_inventory().await?;
             let pinned = stock.images.iter().filter(|i| i.pinned);
             let mut names = pinned.flat_map(|i| &i.names);
             let sandbox = names.find(|n| n.contains("pause") && !n.contains('@'));
@@ -165,7 +190,7 @@ impl Server {
 
     /// The filesystem of the runtime's images; empty if the runtime does not report it.
     async fn image_filesystem(&self) -> ImageFilesystem {
-        let answer = self.context.runtime.image_filesystem().await;
+        let answer = self.parts.runtime.image_filesystem().await;
         answer.unwrap_or_else(|error| {
             tracing::debug!(%error, "cannot read the runtime's image filesystem");
             ImageFilesystem::default()
@@ -180,7 +205,7 @@ impl Server {
         (method, path): (&'static str, &'static str),
         server: &'static str,
     ) -> Arc<RequestInFlight> {
-        let metrics = &self.context.metrics;
+        let metrics = &self.parts.metrics;
         let in_flight = metrics.http(method, path, server, serving::is_long_running(path));
         let in_flight = Arc::new(in_flight);
         request.extensions_mut().insert(Arc::clone(&in_flight));
@@ -219,7 +244,7 @@ impl Server {
 
     /// The error response of a disabled endpoint.
     fn disabled_error(&self, endpoint: &Endpoint) -> Option<Refusal> {
-        let config = &self.context.config.serving;
+        let config = &self.parts.config.serving;
         if !config.debugging {
             return serving::disabled_response(endpoint).map(Refusal::of);
         }
@@ -238,14 +263,19 @@ impl Server {
     ) -> Result<Response<Body>, Refusal> {
         let query = request.uri().query().unwrap_or_default().to_owned();
         match endpoint {
-            Endpoint::Health(check) => Ok(views::health(&self.context, check, &query)),
+            Endpoint::Health(check) => Ok(views::health(
+                &self.parts.config,
+                &self.parts.heartbeats,
+                check,
+                &query,
+            )),
             Endpoint::Pods => Ok(views::pods(self)),
             Endpoint::RunningPods => views::running(self).await,
             Endpoint::Config => Ok(views::config(self)),
             Endpoint::Status => Ok(views::status(self)),
             Endpoint::Flags => Ok(views::flags()),
             Endpoint::Logs(place) => logs::serve_container_log(self, place, &query).await,
-            Endpoint::Files(path) if path.is_empty() && self.context.config.serving.log_query => {
+            Endpoint::Files(path) if path.is_empty() && self.parts.config.serving.log_query => {
                 match node_logs::search(&query).await? {
                     Some(answer) => Ok(answer),
                     None => logs::serve_node_log(path).await,
@@ -268,17 +298,17 @@ impl Server {
 }
 
 /// Serves until the process exits.
-pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessions: Sessions) {
-    let serving = context.config.serving.clone();
+pub async fn run(parts: Parts, reviews: Option<Arc<dyn Reviews>>, sessions: Sessions) {
+    let serving = parts.config.serving.clone();
     if !serving.enabled {
-        context.unserved.mark_tried();
+        parts.listen.unserved.mark_tried();
         service::ready();
         return std::future::pending().await;
     }
-    exec::adopt_leftovers(&context);
-    let access = Access::new(serving.clone(), &context.config.node_name, reviews);
+    exec::adopt_leftovers(&parts.config, &*parts.runtime);
+    let access = Access::new(serving.clone(), &parts.config.node_name, reviews);
     let server = Arc::new(Server {
-        context,
+        parts,
         access,
         figures: figures::Measurements::default(),
         sessions,
@@ -293,8 +323,9 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         groups: serving.tls.key_exchanges.clone(),
     };
     let main = async {
-        let tls = listen::tls(&server.context, &protocol).await;
-        let listener = listen::bind_with_retries(&server.context, Part::Main, serving.main).await;
+        let tls = listen::tls(&server.parts.listen, &protocol).await;
+        let listener =
+            listen::bind_with_retries(&server.parts.listen, Part::Main, serving.main).await;
         service::ready();
         let server = Arc::clone(&server);
         https::serve(listener, Some(tls), MAIN_LIMITS, move |peer, request| {
@@ -306,7 +337,8 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         let Some(address) = serving.read_only else {
             return std::future::pending().await;
         };
-        let listener = listen::bind_with_retries(&server.context, Part::ReadOnly, address).await;
+        let listener =
+            listen::bind_with_retries(&server.parts.listen, Part::ReadOnly, address).await;
         let server = Arc::clone(&server);
         https::serve(
             listener,
@@ -336,7 +368,8 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         let Some(address) = serving.healthz else {
             return std::future::pending().await;
         };
-        let listener = listen::bind_with_retries(&server.context, Part::Healthz, address).await;
+        let listener =
+            listen::bind_with_retries(&server.parts.listen, Part::Healthz, address).await;
         let server = Arc::clone(&server);
         https::serve(
             listener,
@@ -349,7 +382,8 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
                     match serving::route(request.method().as_str(), uri.path()) {
                         Route::Found(Endpoint::Health(check)) => {
                             let query = uri.query().unwrap_or_default();
-                            views::health(&server.context, &check, query)
+                            let parts = &server.parts;
+                            views::health(&parts.config, &parts.heartbeats, &check, query)
                         }
                         _ => text(StatusCode::NOT_FOUND, "404 page not found"),
                     }

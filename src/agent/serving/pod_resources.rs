@@ -11,7 +11,10 @@ use holdfast_proto::{podresources as pb, podresources_v1alpha1 as alpha};
 use k8s_openapi::api::core::v1::{Container, Pod};
 use tokio::net::UnixListener;
 
-use crate::Context;
+use crate::metrics::Metrics;
+use crate::node::ledger::LedgerHandle;
+use crate::node::{ClaimManager, DeviceManager};
+use holdfast_config::Config;
 use holdfast_core::bucket::Bucket;
 use holdfast_core::lock::lock;
 use holdfast_core::meta;
@@ -23,6 +26,7 @@ use holdfast_core::node::managers::Managers;
 use holdfast_core::node::memory::{Block, Memory};
 use holdfast_core::pod::{self, Role};
 use holdfast_devices::{PodResources, serve_pod_resources};
+use holdfast_sys::clock::Clock;
 
 /// The directory of the socket, below the root directory.
 const DIRECTORY: &str = "pod-resources";
@@ -39,9 +43,19 @@ fn listen(dir: &Path) -> std::io::Result<UnixListener> {
     holdfast_sys::link::listen(&dir.join(SOCKET))
 }
 
+/// What the podresources API uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub clock: Clock,
+    pub metrics: Arc<Metrics>,
+    pub ledger: LedgerHandle,
+    pub devices: Arc<DeviceManager>,
+    pub claims: Arc<ClaimManager>,
+}
+
 /// Serves until the process exits. If the socket cannot be created, the agent runs without it.
-pub async fn run(context: Arc<Context>) {
-    let dir = context.config.root_dir.join(DIRECTORY);
+pub async fn run(parts: Parts) {
+    let dir = parts.config.root_dir.join(DIRECTORY);
     let listener = match listen(&dir) {
         Ok(listener) => listener,
         Err(error) => {
@@ -50,12 +64,12 @@ pub async fn run(context: Arc<Context>) {
         }
     };
     let (rate, burst) = RATE;
-    let bucket = Mutex::new(Bucket::new(rate, burst, context.clock.now()));
-    serve_pod_resources(listener, Arc::new(Answers { context, bucket })).await;
+    let bucket = Mutex::new(Bucket::new(rate, burst, parts.clock.now()));
+    serve_pod_resources(listener, Arc::new(Answers { parts, bucket })).await;
 }
 
 struct Answers {
-    context: Arc<Context>,
+    parts: Parts,
     bucket: Mutex<Bucket>,
 }
 
@@ -190,9 +204,9 @@ fn of_pod_v1alpha1(pod: &Pod, held: &Devices) -> alpha::PodResources {
 impl Answers {
     /// Reads the assignments. The caller has obtained `managers` from the ledger.
     fn read<T>(&self, managers: &Managers, read: impl FnOnce(&Assignments<'_>) -> T) -> T {
-        let context = &self.context;
-        context.devices.read(|devices| {
-            context.claims.read(|claims| {
+        let parts = &self.parts;
+        parts.devices.read(|devices| {
+            parts.claims.read(|claims| {
                 read(&Assignments {
                     devices,
                     claims,
@@ -203,7 +217,7 @@ impl Answers {
     }
 
     async fn pods(&self) -> Vec<Arc<Pod>> {
-        let mut pods = self.context.ledger.pods().await;
+        let mut pods = self.parts.ledger.pods().await;
         pods.retain(|pod| !matches!(pod::phase(pod), "Succeeded" | "Failed"));
         pods
     }
@@ -213,43 +227,43 @@ impl Answers {
 impl PodResources for Answers {
     fn admits(&self) -> bool {
         let mut bucket = lock(&self.bucket);
-        bucket.take(self.context.clock.now()).is_ok()
+        bucket.take(self.parts.clock.now()).is_ok()
     }
 
     async fn list(&self) -> Vec<pb::PodResources> {
-        self.context.metrics.pod_resources("list", true);
-        let (pods, managers) = (self.pods().await, self.context.ledger.managers().await);
+        self.parts.metrics.pod_resources("list", true);
+        let (pods, managers) = (self.pods().await, self.parts.ledger.managers().await);
         self.read(&managers, |held| {
             pods.iter().map(|p| of_pod(p, held)).collect()
         })
     }
 
     async fn list_v1alpha1(&self) -> Vec<alpha::PodResources> {
-        self.context.metrics.pod_resources_v1alpha1();
+        self.parts.metrics.pod_resources_v1alpha1();
         // As in the kubelet, including terminated pods.
-        let pods = self.context.ledger.pods().await;
+        let pods = self.parts.ledger.pods().await;
         let list = |held: &Devices| pods.iter().map(|p| of_pod_v1alpha1(p, held)).collect();
-        self.context.devices.read(list)
+        self.parts.devices.read(list)
     }
 
     async fn get(&self, namespace: &str, name: &str) -> Option<pb::PodResources> {
         let pods = self.pods().await;
         let mut pods = pods.iter();
         let pod = pods.find(|p| meta::name(&***p) == name && meta::namespace(&***p) == namespace);
-        self.context.metrics.pod_resources("get", pod.is_some());
+        self.parts.metrics.pod_resources("get", pod.is_some());
         let pod = pod?;
-        let managers = self.context.ledger.managers().await;
+        let managers = self.parts.ledger.managers().await;
         Some(self.read(&managers, |held| of_pod(pod, held)))
     }
 
     async fn allocatable(&self) -> pb::AllocatableResourcesResponse {
-        let metrics = &self.context.metrics;
+        let metrics = &self.parts.metrics;
         metrics.pod_resources("get_allocatable", true);
-        let managers = self.context.ledger.managers().await;
+        let managers = self.parts.ledger.managers().await;
         let cpus = managers.cpus().map(Cpus::allocatable).unwrap_or_default();
         let blocks = managers.memory().map(Memory::allocatable);
         pb::AllocatableResourcesResponse {
-            devices: devices(self.context.devices.read(Devices::healthy)),
+            devices: devices(self.parts.devices.read(Devices::healthy)),
             cpu_ids: cpu_ids(&cpus),
             memory: memory(&blocks.unwrap_or_default()),
         }

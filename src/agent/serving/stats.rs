@@ -228,7 +228,7 @@ pub async fn summary(server: &Arc<Server>, query: &str) -> Result<Response<Body>
     };
     let (at, machine, root) = (snapshot.at, &snapshot.machine, &snapshot.root);
     let booted = i64::try_from(machine.booted).unwrap_or(0);
-    let booted = Timestamp::from_second(booted).unwrap_or(server.context.started);
+    let booted = Timestamp::from_second(booted).unwrap_or(server.parts.started);
     let systems = snapshot.systems.iter().filter(|s| !s.name.is_empty());
     let systems = systems.map(|s| {
         let mut value = Value::Object(of_cgroup(at, &s.usage, s.rate, whole));
@@ -240,7 +240,7 @@ pub async fn summary(server: &Arc<Server>, query: &str) -> Result<Response<Body>
     node.extend([
         (
             "nodeName".to_owned(),
-            server.context.config.node_name.clone().into(),
+            server.parts.config.node_name.clone().into(),
         ),
         ("systemContainers".to_owned(), systems.collect()),
         ("startTime".to_owned(), time(booted)),

@@ -40,7 +40,7 @@ fn streams(server: &Server, endpoint: &Endpoint, text: &str) -> Result<Streams, 
 
 /// The URL of the runtime's stream for an endpoint.
 async fn url(server: &Server, endpoint: &Endpoint, text: &str) -> Result<String, Refusal> {
-    let runtime = &server.context.runtime;
+    let runtime = &server.parts.runtime;
     let values = |key: &str| {
         query::pairs(text)
             .into_iter()
@@ -178,7 +178,7 @@ async fn forward(
             Endpoint::Attach(_) => "attach",
             _ => "portforward",
         };
-        server.context.metrics.websocket(what);
+        server.parts.metrics.websocket(what);
         let channels = match socket_content {
             SocketContent::Command => {
                 streams(server, endpoint, request.uri().query().unwrap_or_default())?
@@ -215,7 +215,7 @@ pub async fn run(
     let command: Vec<String> = command.split(' ').map(Into::into).collect();
     let id = running(server, place).await?;
     let done = server
-        .context
+        .parts
         .runtime
         .exec(&id, &command, None)
         .await

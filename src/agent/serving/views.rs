@@ -13,7 +13,8 @@ use serde_json::{Value, json};
 use super::Known;
 use super::Refusal;
 use super::Server;
-use crate::Context;
+use crate::pod::heartbeats::Heartbeats;
+use holdfast_config::Config;
 use holdfast_core::pod;
 use holdfast_core::serving::health::Health;
 use holdfast_https::{Body, text};
@@ -55,10 +56,15 @@ pub async fn verbosity(request: Request<Incoming>) -> Result<Response<Body>, Ref
 }
 
 /// `/healthz`, and the named check below it.
-pub fn health(context: &Context, check: &str, query: &str) -> Response<Body> {
+pub fn health(
+    config: &Config,
+    heartbeats: &Heartbeats,
+    check: &str,
+    query: &str,
+) -> Response<Body> {
     let health = Health {
-        since_last_iteration: context.heartbeats.since_turn(),
-        sync_frequency: context.config.sync_frequency,
+        since_last_iteration: heartbeats.since_turn(),
+        sync_frequency: config.sync_frequency,
     };
     let (code, answer) = health.answer(check, query);
     let code = StatusCode::from_u16(code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
@@ -83,21 +89,21 @@ pub fn pods(server: &Arc<Server>) -> Response<Body> {
         let mut pod = Pod::clone(&known.pod);
         pod.status = match (&known.object, pod::is_static(&pod)) {
             (None, true) => {
-                let own = server.context.journals.status(pod::uid(&pod));
+                let own = server.parts.journals.status(pod::uid(&pod));
                 own.map(Arc::unwrap_or_clone)
             }
             _ => known.status_object().status.clone(),
         };
         marked(pod, known.seen)
     };
-    let items: Vec<Pod> = server.context.roster.borrow().iter().map(of).collect();
+    let items: Vec<Pod> = server.parts.roster.borrow().iter().map(of).collect();
     as_json(&json!({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": items}))
 }
 
 /// `/runningpods/`: the pods of the runtime.
 pub async fn running(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     let all = server
-        .context
+        .parts
         .runtime
         .running()
         .await
@@ -123,13 +129,13 @@ pub async fn running(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
 
 /// `/configz`: the configuration with its defaults.
 pub fn config(server: &Arc<Server>) -> Response<Body> {
-    as_json(&json!({"kubeletconfig": server.context.config.effective}))
+    as_json(&json!({"kubeletconfig": server.parts.config.effective}))
 }
 
 /// `/statusz`.
 pub fn status(server: &Arc<Server>) -> Response<Body> {
-    let context = &server.context;
-    let (started, now) = (context.started, context.clock.now());
+    let parts = &server.parts;
+    let (started, now) = (parts.started, parts.clock.now());
     let up = now.duration_since(started).as_secs();
     let lines = [
         "kubelet statusz".to_owned(),

@@ -12,14 +12,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use k8s_openapi::api::core::v1::{Node, Pod};
 use tokio::time::Instant;
 
-use crate::Context;
-use crate::metrics::VolumeOperation;
+use crate::metrics::{Metrics, VolumeOperation};
+use crate::node::OwnNode;
 use crate::volume::reported::{REPORT_TIMEOUT, Reported};
+use holdfast_config::Config;
 use holdfast_core::lock::lock;
 use holdfast_core::pod;
 use holdfast_core::volume::disks;
@@ -95,25 +96,33 @@ impl AttachedDisks {
     }
 }
 
+/// What reporting attached disks uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub node: Arc<OwnNode>,
+    pub metrics: Arc<Metrics>,
+    pub disks: Arc<AttachedDisks>,
+}
+
 /// Reports a pod's disk in use. If `is_needed`, waits until the controller
 /// lists the disk; a mounted disk was listed before.
 pub(super) async fn report_disk_in_use(
-    context: &Context,
+    parts: &Parts,
     pod: &Pod,
     resolved: &ResolvedVolume,
     name: &str,
     is_needed: bool,
 ) -> Result<(), Problem> {
-    context
+    parts
         .disks
         .record_disk(pod::uid(pod), &resolved.volume, name);
     // Without an API there is no controller, so no other node can get the disk from it.
-    if !is_needed || context.node.api().is_none() {
+    if !is_needed || parts.node.api().is_none() {
         return Ok(());
     }
     let begun = Instant::now();
-    let outcome = wait_until_attached(context, name).await;
-    context.metrics.volume(VolumeOperation {
+    let outcome = wait_until_attached(parts, name).await;
+    parts.metrics.volume(VolumeOperation {
         name: "verify_controller_attached_volume",
         plugin: &resolved.qualified_plugin(),
         is_migrated: false,
@@ -131,14 +140,14 @@ pub(super) async fn report_disk_in_use(
     })
 }
 
-async fn wait_until_attached(context: &Context, name: &str) -> Result<(), String> {
-    context.disks.reported.wait_until_reported(name).await?;
-    let node = &context.config.node_name;
+async fn wait_until_attached(parts: &Parts, name: &str) -> Result<(), String> {
+    parts.disks.reported.wait_until_reported(name).await?;
+    let node = &parts.config.node_name;
     // The cached Node may be older than the report.
-    if !context.node.refresh().await {
-        return Err(no_answer_error(context, name));
+    if !parts.node.refresh().await {
+        return Err(no_answer_error(&parts.config, name));
     }
-    match wait_until_listed(context, name).await {
+    match wait_until_listed(&parts.node, name).await {
         true => Ok(()),
         false => Err(format!(
             "volumesAttached of node {node} does not list {name}; the attach-detach controller lists it when no other node blocks the attachment"
@@ -147,15 +156,15 @@ async fn wait_until_attached(context: &Context, name: &str) -> Result<(), String
 }
 
 /// The error when the API does not answer whether a volume is listed.
-pub(super) fn no_answer_error(context: &Context, volume: &str) -> String {
-    let node = &context.config.node_name;
+pub(super) fn no_answer_error(config: &Config, volume: &str) -> String {
+    let node = &config.node_name;
     format!(
         "the API does not answer whether volumesAttached of node {node} lists {volume}; retrying"
     )
 }
 
 /// Waits until the node's status lists a volume as attached. Returns whether it does.
-pub(super) async fn wait_until_listed(context: &Context, volume: &str) -> bool {
+pub(super) async fn wait_until_listed(node: &OwnNode, volume: &str) -> bool {
     let lists = |node: &Node| {
         let status = node.status.as_ref();
         let mut attached = status
@@ -164,7 +173,7 @@ pub(super) async fn wait_until_listed(context: &Context, volume: &str) -> bool {
             .flatten();
         attached.any(|v| v.name == volume)
     };
-    let mut node = context.node.subscribe();
+    let mut node = node.subscribe();
     let says = node.wait_for(|node| node.as_deref().is_some_and(lists));
     matches!(tokio::time::timeout(REPORT_TIMEOUT, says).await, Ok(Ok(_)))
 }

@@ -2,19 +2,24 @@
 //! size of the claim, unless the driver cannot expand it on the node. A pod that already uses the volume continues:
 //! failures are reported, and retried with back-off.
 
+use std::sync::{Arc, Mutex};
+
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use tokio::time::Instant;
 
-use crate::metrics::VolumeOperation;
-use crate::{Context, Kind};
+use crate::events::{Events, Kind};
+use crate::metrics::{Metrics, VolumeOperation};
+use holdfast_config::Config;
 use holdfast_core::lock::lock;
-use holdfast_core::volume::expansion::{AttemptOutcome, NextAttempt};
+use holdfast_core::volume::expansion::{AttemptOutcome, Expansions, NextAttempt};
 use holdfast_core::volume::resize::Grown;
 use holdfast_core::volume::resize::Resize;
 use holdfast_core::volume::resolved::{Problem, ResolvedVolume, Source};
 use holdfast_csi::CsiError;
-use holdfast_host::HostError;
+use holdfast_host::{HostError, PodHost};
+use holdfast_kubeapi::pods::PodApi;
+use holdfast_sys::clock::Clock;
 
 /// Why a volume was not expanded.
 pub(super) struct ExpansionFailed {
@@ -87,9 +92,21 @@ impl From<CsiError> for ExpansionFailed {
     }
 }
 
+/// What expansions of volumes use.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub api: Arc<dyn PodApi>,
+    pub host: Arc<dyn PodHost>,
+    pub clock: Clock,
+    pub events: Events,
+    pub metrics: Arc<Metrics>,
+    /// The expansions that failed or are due later; CSI and local volumes share them.
+    pub expansions: Arc<Mutex<Expansions>>,
+}
+
 /// A pod's volume that may be larger than its filesystem.
 pub(super) struct Expansion<'a> {
-    pub context: &'a Context,
+    pub parts: &'a Parts,
     pub pod: &'a Pod,
     /// The name of the persistent volume.
     pub volume: &'a str,
@@ -113,12 +130,12 @@ impl Expansion<'_> {
         &self,
         grow: impl Future<Output = Result<(), ExpansionFailed>>,
     ) -> Result<Option<Timestamp>, Problem> {
-        let (context, grown) = (self.context, self.grown);
+        let (parts, grown) = (self.parts, self.grown);
         let blocks_start = self.waits && !grown.claim_has_size;
-        let known = &context.csi.expansions;
+        let known = &parts.expansions;
         let (due, has_failed) = {
             let mut known = lock(known);
-            let due = known.due(&self.key, grown, context.clock.now());
+            let due = known.due(&self.key, grown, parts.clock.now());
             (due, known.has_failed(&self.key))
         };
         match due {
@@ -135,7 +152,7 @@ impl Expansion<'_> {
         let outcome = match outcome {
             Ok(()) => self.emit_success().await,
             Err(failed) => {
-                publish_failure(context, grown, &failed).await;
+                publish_failure(parts, grown, &failed).await;
                 Err(failed)
             }
         };
@@ -143,7 +160,7 @@ impl Expansion<'_> {
             .as_ref()
             .err()
             .map_or(AttemptOutcome::Done, ExpansionFailed::tried);
-        let now = context.clock.now();
+        let now = parts.clock.now();
         let again = lock(known).record_attempt(&self.key, grown, tried, now);
         match outcome {
             Err(failed) if !failed.in_use => match blocks_start {
@@ -159,7 +176,7 @@ impl Expansion<'_> {
 
     /// Records an expansion of a volume in use. An expansion during the mount is part of that operation.
     fn count(&self, outcome: &Result<(), ExpansionFailed>, begun: Instant) {
-        self.context.metrics.volume(VolumeOperation {
+        self.parts.metrics.volume(VolumeOperation {
             name: "volume_fs_resize",
             plugin: self.plugin,
             is_migrated: false,
@@ -170,13 +187,13 @@ impl Expansion<'_> {
 
     /// Emits events about pod and claim, and publishes the new size in the claim's status.
     async fn emit_success(&self) -> Result<(), ExpansionFailed> {
-        let (context, volume) = (self.context, self.volume);
-        let node = &context.config.node_name;
+        let (parts, volume) = (self.parts, self.volume);
+        let node = &parts.config.node_name;
         let message =
             format!("MountVolume.NodeExpandVolume succeeded for volume {volume:?} {node}");
         let what = (Kind::Normal, "FileSystemResizeSuccessful");
-        emit_on_both(context, self.pod, self.grown, what, &message);
-        publish_size(context, self.grown).await
+        emit_on_both(parts, self.pod, self.grown, what, &message);
+        publish_size(parts, self.grown).await
     }
 
     /// Emits an event about the pod that uses the volume; the claim has the failure in its status.
@@ -184,7 +201,7 @@ impl Expansion<'_> {
         let volume = self.volume;
         let message =
             format!("NodeExpandVolume.NodeExpandVolume failed for volume {volume:?} : {why}");
-        let events = &self.context.events;
+        let events = &self.parts.events;
         events.pod(self.pod, None, Kind::Warning, "VolumeResizeFailed", message);
     }
 }
@@ -192,7 +209,7 @@ impl Expansion<'_> {
 /// Expands the filesystem of a local volume to the size of its device, if the claim
 /// has a smaller size. See [`Expansion::attempt`].
 pub(super) async fn expand_local(
-    context: &Context,
+    parts: &Parts,
     pod: &Pod,
     resolved: &ResolvedVolume,
     waits: bool,
@@ -205,12 +222,12 @@ pub(super) async fn expand_local(
     };
     if resolved.read_only {
         if waits {
-            emit_read_only(context, pod, &resolved.name, grown);
+            emit_read_only(parts, pod, &resolved.name, grown);
         }
         return Ok(None);
     }
     let expansion = Expansion {
-        context,
+        parts,
         pod,
         volume: &resolved.name,
         key: format!("kubernetes.io/local-volume/{}", resolved.name),
@@ -219,30 +236,30 @@ pub(super) async fn expand_local(
         waits,
     };
     let grow = async {
-        begin(context, grown).await?;
-        let grown = context.host.grow_volume(pod, resolved).await;
+        begin(parts, grown).await?;
+        let grown = parts.host.grow_volume(pod, resolved).await;
         grown.map_err(ExpansionFailed::from)
     };
     let again = Box::pin(expansion.attempt(grow)).await;
     if let Ok(None) = again {
-        lock(&context.csi.expansions).remove(&expansion.key);
+        lock(&parts.expansions).remove(&expansion.key);
     }
     again
 }
 
 /// Publishes in the claim's status that the expansion begins, if the claim tracks the resize.
-pub(super) async fn begin(context: &Context, grown: &Grown) -> Result<(), ExpansionFailed> {
+pub(super) async fn begin(parts: &Parts, grown: &Grown) -> Result<(), ExpansionFailed> {
     if !grown.records_state {
         return Ok(());
     }
-    let published = context.api.publish_resize(grown, Resize::Started);
+    let published = parts.api.publish_resize(grown, Resize::Started);
     published.await.map_err(|e| {
         ExpansionFailed::new(format!("updating the claim's status failed: {e}"), false)
     })
 }
 
 /// Publishes a failure in the claim's status, if the claim tracks the resize.
-async fn publish_failure(context: &Context, grown: &Grown, failed: &ExpansionFailed) {
+async fn publish_failure(parts: &Parts, grown: &Grown, failed: &ExpansionFailed) {
     if !grown.records_state || !failed.is_final {
         return;
     }
@@ -250,21 +267,21 @@ async fn publish_failure(context: &Context, grown: &Grown, failed: &ExpansionFai
     let step = Resize::Failed {
         why: &failed.why,
         infeasible: failed.infeasible,
-        at: context.clock.now(),
+        at: parts.clock.now(),
     };
-    if let Err(error) = context.api.publish_resize(grown, step).await {
+    if let Err(error) = parts.api.publish_resize(grown, step).await {
         tracing::warn!(%error, namespace, claim, "publishing a failed expansion in the claim's status failed");
     }
 }
 
 /// Emits events about pod and claim that a read-only volume is not expanded.
-pub(super) fn emit_read_only(context: &Context, pod: &Pod, volume: &str, grown: &Grown) {
+pub(super) fn emit_read_only(parts: &Parts, pod: &Pod, volume: &str, grown: &Grown) {
     let message = format!(
         "MountVolume.NodeExpandVolume failed for volume {volume:?} requested read-only file system"
     );
     let kind = Kind::Warning;
     emit_on_both(
-        context,
+        parts,
         pod,
         grown,
         (kind, "FileSystemResizeFailed"),
@@ -274,22 +291,22 @@ pub(super) fn emit_read_only(context: &Context, pod: &Pod, volume: &str, grown: 
 
 /// Emits the same event about the pod and the claim.
 fn emit_on_both(
-    context: &Context,
+    parts: &Parts,
     pod: &Pod,
     grown: &Grown,
     (kind, reason): (Kind, &str),
     message: &str,
 ) {
-    context.events.pod(pod, None, kind, reason, message);
-    context.events.claim(grown, kind, reason, message);
+    parts.events.pod(pod, None, kind, reason, message);
+    parts.events.claim(grown, kind, reason, message);
 }
 
 /// Publishes the volume's size in the claim's status, unless it is there already.
-async fn publish_size(context: &Context, grown: &Grown) -> Result<(), ExpansionFailed> {
+async fn publish_size(parts: &Parts, grown: &Grown) -> Result<(), ExpansionFailed> {
     if grown.claim_has_size {
         return Ok(());
     }
-    let published = context
+    let published = parts
         .api
         .publish_resize(grown, Resize::Completed(&grown.text));
     published.await.map_err(|e| {

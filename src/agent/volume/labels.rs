@@ -2,7 +2,7 @@
 
 use k8s_openapi::api::core::v1::{Pod, Volume};
 
-use crate::Context;
+use super::Parts;
 use holdfast_core::pod;
 use holdfast_core::volume::csi;
 use holdfast_core::volume::resolved::{Problem, ResolvedVolume, Source};
@@ -11,12 +11,12 @@ use holdfast_core::volume::selinux::{self, Admission};
 /// Records the label of a pod's volume. Rejects conflicting labels of volumes that only one pod may use, as only these
 /// are mounted with a label. Does nothing without SELinux.
 pub(super) async fn admit(
-    context: &Context,
+    parts: &Parts,
     pod: &Pod,
     volume: &Volume,
     resolved: &ResolvedVolume,
 ) -> Result<(), Problem> {
-    let Some(files) = context.machine.selinux.as_deref() else {
+    let Some(files) = parts.machine.selinux.as_deref() else {
         return Ok(());
     };
     let mode = resolved.access_mode;
@@ -24,14 +24,14 @@ pub(super) async fn admit(
         Ok(label) => label,
         Err(several) => {
             let is_error = mode == selinux::SINGLE_POD;
-            context.metrics.conflicting_labels(mode, is_error);
+            parts.metrics.conflicting_labels(mode, is_error);
             return match is_error {
                 true => Err(Problem::Claim(several.message)),
                 false => Ok(()),
             };
         }
     };
-    if !mounts_with_label(context, resolved).await? {
+    if !mounts_with_label(parts, resolved).await? {
         return Ok(());
     }
     // The format of these metrics, unlike others.
@@ -42,7 +42,7 @@ pub(super) async fn admit(
         name = format!("{uid}/{name}");
     }
     let labels = [plugin.as_str(), mode];
-    let admission = context
+    let admission = parts
         .metrics
         .label_admitted(uid, &name, label.as_deref(), labels);
     match admission {
@@ -52,10 +52,10 @@ pub(super) async fn admit(
 }
 
 /// Whether volumes of this kind can be mounted with a label.
-async fn mounts_with_label(context: &Context, resolved: &ResolvedVolume) -> Result<bool, Problem> {
+async fn mounts_with_label(parts: &Parts, resolved: &ResolvedVolume) -> Result<bool, Problem> {
     Ok(match &resolved.source {
         Source::Csi(served) => {
-            let driver = context.api.csi_driver(&served.driver).await;
+            let driver = parts.api.csi_driver(&served.driver).await;
             let driver = driver.map_err(|e| Problem::later(e.to_string()))?;
             csi::mounts_with_label(driver.as_ref())
         }

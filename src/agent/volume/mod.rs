@@ -1,9 +1,9 @@
 //! A pod's volumes. They are set up in parallel; the objects that they are made from are watched, and changes are
 //! applied to running containers immediately (`pkg/kubelet/volumemanager`).
 
-mod attached;
+pub(crate) mod attached;
 pub mod csi;
-mod growth;
+pub(crate) mod growth;
 mod labels;
 pub mod objects;
 mod permissions;
@@ -18,6 +18,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Pod, Volume};
 use kube::ResourceExt as _;
+use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -27,14 +28,17 @@ use self::csi::VolumeError;
 use self::objects::Fetched;
 use self::permissions::PermissionEvents;
 use self::projected::PodCredentials;
-use super::Context;
-use super::Kind;
-use super::metrics::{PodVolumes, VolumeOperation};
+use super::events::{Events, Kind};
+use super::metrics::{Metrics, PodVolumes, VolumeOperation};
+use super::node::OwnNode;
+use super::node::ledger::LedgerHandle;
 use super::pod::journal::Log;
+use holdfast_config::Config;
 use holdfast_core::fault::Fault;
 use holdfast_core::pod::env::FieldContext;
 use holdfast_core::pod::journal::Step;
 use holdfast_core::pod::references::{self, References};
+use holdfast_core::pod::resources::Amounts;
 use holdfast_core::volume::attachment::{self, Unattached};
 use holdfast_core::volume::disks::{Chap, Disk, Iscsi};
 use holdfast_core::volume::resolved::{self, Problem, ResolvedVolume, Source};
@@ -42,9 +46,28 @@ use holdfast_core::{
     pod,
     volume::{claims, payload},
 };
-use holdfast_host::VolumeRemoval;
+use holdfast_host::{PodHost, VolumeRemoval};
 use holdfast_kubeapi::objects::{Following, OnChange};
-use holdfast_kubeapi::pods::ApiFailure;
+use holdfast_kubeapi::pods::{ApiFailure, PodApi};
+use holdfast_sys::machine::Machine;
+
+/// What setting up and tearing down the volumes of all pods uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub api: Arc<dyn PodApi>,
+    pub host: Arc<dyn PodHost>,
+    pub events: Events,
+    pub metrics: Arc<Metrics>,
+    pub machine: Arc<Machine>,
+    pub node: Arc<OwnNode>,
+    pub node_ips: watch::Sender<Vec<String>>,
+    /// The resources that pods may use on this node.
+    pub allocatable: Amounts,
+    pub ledger: LedgerHandle,
+    pub csi: csi::Parts,
+    pub disks: attached::Parts,
+    pub credentials: projected::Parts,
+}
 
 /// The volumes of one pod.
 pub struct Volumes {
@@ -132,7 +155,7 @@ impl Volumes {
     }
 
     /// Watches exactly the objects that the pod refers to.
-    fn follow(&mut self, context: &Context, pod: &Pod) {
+    fn follow(&mut self, parts: &Parts, pod: &Pod) {
         let wanted = references::of(pod);
         if self
             .following
@@ -142,7 +165,7 @@ impl Volumes {
             return;
         }
         // The new watch starts before the old one ends, so that shared objects stay cached.
-        let following = context.api.follow(
+        let following = parts.api.follow(
             &pod.namespace().unwrap_or_default(),
             &wanted.config_maps,
             &wanted.secrets,
@@ -152,19 +175,19 @@ impl Volumes {
     }
 
     /// Records a volume that is set up.
-    fn record_set_up(&mut self, context: &Context, resolved: ResolvedVolume) {
+    fn record_set_up(&mut self, parts: &Parts, resolved: ResolvedVolume) {
         if !self.resolved.contains_key(&resolved.volume)
             && let Some(begun) = self.begun
         {
             let plugin = resolved.qualified_plugin();
-            context.metrics.volume_ready(&plugin, begun.elapsed());
+            parts.metrics.volume_ready(&plugin, begun.elapsed());
         }
         let name = resolved.volume.clone();
         self.resolved.insert(name, Arc::new(resolved));
     }
 
     /// Publishes the pod's desired and actual volumes as metrics.
-    fn count(&self, context: &Context, pod: &Pod) {
+    fn count(&self, parts: &Parts, pod: &Pod) {
         let used = pod::used_volumes(pod);
         let wanted = pod::spec(pod).volumes.iter().flatten();
         let wanted = wanted.filter(|volume| used.contains(&volume.name));
@@ -178,33 +201,33 @@ impl Volumes {
             desired: wanted.map(plugin).collect(),
             actual: actual.map(|resolved| resolved.qualified_plugin()).collect(),
         };
-        context.metrics.pod_has_volumes(pod::uid(pod), counted);
+        parts.metrics.pod_has_volumes(pod::uid(pod), counted);
     }
 
     /// Sets up missing volumes and refreshes the others. If `known`, they were set up before,
     /// and a failed refresh leaves a volume unchanged.
     pub async fn set_up(
         &mut self,
-        context: &Context,
+        parts: &Parts,
         pod: &Pod,
         pod_ips: &[String],
         known: bool,
         log: &Log,
     ) -> Result<SetUp, NotSetUp> {
         self.begun.get_or_insert_with(Instant::now);
-        self.follow(context, pod);
+        self.follow(parts, pod);
         self.waiting = None;
         let mut fetched = log
-            .step(Step::Objects, "", objects::fetch(&*context.api, pod))
+            .step(Step::Objects, "", objects::fetch(&*parts.api, pod))
             .await?;
-        let (allocatable, node_ips) = (context.allocatable(), context.node_ips.borrow().clone());
+        let node_ips = parts.node_ips.borrow().clone();
         let around = FieldContext {
             pod,
             pod_ips,
             node_ips: &node_ips,
-            allocatable: &allocatable,
+            allocatable: &parts.allocatable,
         };
-        let memory = allocatable.get("memory");
+        let memory = parts.allocatable.get("memory");
         let from = Inputs {
             around,
             fetched: &fetched,
@@ -217,17 +240,17 @@ impl Volumes {
         let used = pod::used_volumes(pod);
         let volumes = pod::spec(pod).volumes.iter().flatten();
         let volumes = volumes.filter(|volume| used.contains(&volume.name));
-        let work = volumes.map(|volume| self.set_up_one(context, volume, &from, log));
+        let work = volumes.map(|volume| self.set_up_one(parts, volume, &from, log));
         let (mut failed, mut unattached, mut again) = (None, vec![], vec![]);
         for result in futures::future::join_all(work).await {
             match result {
                 Ok((resolved, at)) => {
-                    self.record_set_up(context, resolved);
+                    self.record_set_up(parts, resolved);
                     again.extend(at);
                 }
                 Err(problem) => {
                     if problem.is_under_way {
-                        self.wait(context, pod);
+                        self.wait(parts, pod);
                     }
                     unattached.extend(problem.unattached);
                     let class = problem.fault.class;
@@ -236,7 +259,7 @@ impl Volumes {
                 }
             }
         }
-        self.count(context, pod);
+        self.count(parts, pod);
         self.set_up |= known || failed.is_none();
         if !self.set_up
             && let Some(why) = self.limit_exceeded(pod, &unattached)
@@ -257,19 +280,19 @@ impl Volumes {
     /// Sets up or refreshes a volume, and emits an event about a failure.
     async fn set_up_one(
         &self,
-        context: &Context,
+        parts: &Parts,
         volume: &Volume,
         from: &Inputs<'_>,
         log: &Log,
     ) -> Result<(ResolvedVolume, Option<Timestamp>), ReportedProblem> {
         let pod = from.around.pod;
         let named = OnceLock::new();
-        let set_up = self.attempt(context, volume, from, &named);
+        let set_up = self.attempt(parts, volume, from, &named);
         let (made, again) = Box::pin(log.step(Step::Volume, &volume.name, set_up))
             .await
-            .map_err(|problem| self.emit_problem(context, pod, volume, named.get(), problem))?;
+            .map_err(|problem| self.emit_problem(parts, pod, volume, named.get(), problem))?;
         if made.block && !self.resolved.contains_key(&volume.name) {
-            emit_mapped(context, pod, &made);
+            emit_mapped(parts, pod, &made);
         }
         Ok((made, again))
     }
@@ -277,7 +300,7 @@ impl Volumes {
     /// Sets up or refreshes a volume; `named` receives its unique name.
     async fn attempt(
         &self,
-        context: &Context,
+        parts: &Parts,
         volume: &Volume,
         from: &Inputs<'_>,
         named: &OnceLock<String>,
@@ -285,17 +308,17 @@ impl Volumes {
         let pod = from.around.pod;
         let known = self.resolved.get(&volume.name);
         let resolved = match known {
-            Some(known) => resolve_again(context, pod, volume, known, from.memory).await,
-            None => resolve(context, pod, volume, from.memory).await?,
+            Some(known) => resolve_again(parts, pod, volume, known, from.memory).await,
+            None => resolve(parts, pod, volume, from.memory).await?,
         };
         named.get_or_init(|| resolved.name.clone());
         let (begun, is_new) = (Instant::now(), known.is_none());
         if is_new {
-            labels::admit(context, pod, volume, &resolved).await?;
-            warn_shared_group(context, pod, &resolved).await;
+            labels::admit(parts, pod, volume, &resolved).await?;
+            warn_shared_group(parts, pod, &resolved).await;
         }
         let outcome =
-            set_up_volume(context, volume, &resolved, from, &self.credentials, is_new).await;
+            set_up_volume(parts, volume, &resolved, from, &self.credentials, is_new).await;
         let failed = outcome.as_ref().err();
         // A refresh without a failure is not an operation, and an operation in progress has no result yet.
         let has_ended = match failed {
@@ -303,7 +326,7 @@ impl Volumes {
             None => is_new,
         };
         if has_ended {
-            count_attempt(context, pod, &resolved, failed, begun.elapsed());
+            count_attempt(parts, pod, &resolved, failed, begun.elapsed());
         }
         let VolumeSetUp { labelled, again } = outcome.map_err(|problem| match resolved.block {
             true => problem.of_device(),
@@ -319,7 +342,7 @@ impl Volumes {
     /// Emits an event about a failure; `name` is the persistent volume's name, if it is known.
     fn emit_problem(
         &self,
-        context: &Context,
+        parts: &Parts,
         pod: &Pod,
         volume: &Volume,
         name: Option<&String>,
@@ -328,7 +351,7 @@ impl Volumes {
         let of_claim = matches!(problem, Problem::Claim(_));
         let name = name.filter(|_| !of_claim);
         let message = problem.event_message(name.unwrap_or(&volume.name));
-        let events = &context.events;
+        let events = &parts.events;
         match &problem {
             Problem::Permissions(giving) => self.permission_events.begin(events, pod, giving),
             _ => events.pod(pod, None, Kind::Warning, problem.reason(), message.as_str()),
@@ -350,8 +373,8 @@ impl Volumes {
     }
 
     /// Retries operations in progress as soon as they complete, instead of after a back-off.
-    fn wait(&mut self, context: &Context, pod: &Pod) {
-        let (host, uid) = (Arc::clone(&context.host), pod::uid(pod).to_owned());
+    fn wait(&mut self, parts: &Parts, pod: &Pod) {
+        let (host, uid) = (Arc::clone(&parts.host), pod::uid(pod).to_owned());
         let changed = Arc::clone(&self.changed);
         let end = async move {
             host.wait_for_call(&uid).await;
@@ -369,9 +392,9 @@ impl Volumes {
 }
 
 /// Emits an event about a newly mapped block device.
-fn emit_mapped(context: &Context, pod: &Pod, made: &ResolvedVolume) {
-    let (events, reason) = (&context.events, "SuccessfulMountVolume");
-    for message in made.mapped(&context.config.root_dir, pod::uid(pod)) {
+fn emit_mapped(parts: &Parts, pod: &Pod, made: &ResolvedVolume) {
+    let (events, reason) = (&parts.events, "SuccessfulMountVolume");
+    for message in made.mapped(&parts.config.root_dir, pod::uid(pod)) {
         events.pod(pod, None, Kind::Normal, reason, message);
     }
 }
@@ -379,13 +402,13 @@ fn emit_mapped(context: &Context, pod: &Pod, made: &ResolvedVolume) {
 /// Records an attempt to set up a volume. If a disk has a different filesystem than its
 /// persistent volume, emits an event about the volume.
 fn count_attempt(
-    context: &Context,
+    parts: &Parts,
     pod: &Pod,
     resolved: &ResolvedVolume,
     failed: Option<&Problem>,
     took: Duration,
 ) {
-    context.metrics.volume(VolumeOperation {
+    parts.metrics.volume(VolumeOperation {
         name: match resolved.block {
             true => "map_volume",
             false => "volume_mount",
@@ -400,15 +423,15 @@ fn count_attempt(
         && claimed.any(|(volume, _)| volume.name == resolved.volume)
     {
         let (name, reason) = (&resolved.name, "FailedMountOnFilesystemMismatch");
-        let events = &context.events;
+        let events = &parts.events;
         events.persistent_volume(name, Kind::Warning, reason, why.as_str());
     }
 }
 
 /// Emits a warning if a volume is changed to the pod's group while other pods use it with another group.
-async fn warn_shared_group(context: &Context, pod: &Pod, resolved: &ResolvedVolume) {
+async fn warn_shared_group(parts: &Parts, pod: &Pod, resolved: &ResolvedVolume) {
     let (Some(found), Some(wanted)) = (
-        context.host.group_of_others(pod, resolved).await,
+        parts.host.group_of_others(pod, resolved).await,
         pod::ownership(pod).group,
     ) else {
         return;
@@ -418,17 +441,15 @@ async fn warn_shared_group(context: &Context, pod: &Pod, resolved: &ResolvedVolu
         resolved.name
     );
     let reason = "AlreadyMountedVolume";
-    context
-        .events
-        .pod(pod, None, Kind::Warning, reason, message);
+    parts.events.pod(pod, None, Kind::Warning, reason, message);
 }
 
 /// Removes the volumes of a pod with the contents of its emptyDirs, CSI volumes first. A missing driver blocks only its
 /// own volumes: other disks and exports, which other pods may need, are released nevertheless.
-pub async fn tear_down(context: &Context, uid: &str) -> Result<(), VolumeError> {
-    let unpublished = csi::unpublish(context, uid).await;
+pub async fn tear_down(parts: &Parts, uid: &str) -> Result<(), VolumeError> {
+    let unpublished = csi::unpublish(&parts.csi, uid).await;
     let each = |taken: VolumeRemoval| {
-        context.metrics.volume(VolumeOperation {
+        parts.metrics.volume(VolumeOperation {
             name: match (taken.staged, taken.block) {
                 (true, _) => "unmount_device",
                 (false, true) => "unmap_volume",
@@ -440,17 +461,17 @@ pub async fn tear_down(context: &Context, uid: &str) -> Result<(), VolumeError> 
             took: taken.took,
         });
     };
-    let torn_down = context.host.tear_down_volumes(uid, &each).await;
+    let torn_down = parts.host.tear_down_volumes(uid, &each).await;
     unpublished?;
     torn_down?;
-    context.disks.forget(uid);
-    context.metrics.pod_has_no_volumes(uid);
+    parts.disks.disks.forget(uid);
+    parts.metrics.pod_has_no_volumes(uid);
     Ok(())
 }
 
 /// Resolves a volume that is refreshed: a claim's binding stays, but its volume may have been expanded.
 async fn resolve_again(
-    context: &Context,
+    parts: &Parts,
     pod: &Pod,
     volume: &Volume,
     known: &ResolvedVolume,
@@ -459,7 +480,7 @@ async fn resolve_again(
     let may_grow = match &known.source {
         Source::Csi(served) => {
             served.claim.is_some()
-                && (served.grown.is_some() || context.csi.supports_expansion(&served.driver))
+                && (served.grown.is_some() || parts.csi.csi.supports_expansion(&served.driver))
         }
         Source::Local { .. } => !known.read_only,
         _ => false,
@@ -467,7 +488,7 @@ async fn resolve_again(
     if !may_grow {
         return known.clone();
     }
-    let fresh = resolve(context, pod, volume, memory)
+    let fresh = resolve(parts, pod, volume, memory)
         .await
         .ok()
         .filter(|fresh| fresh.name == known.name);
@@ -476,14 +497,14 @@ async fn resolve_again(
 
 /// Resolves a volume; reads the claim and its persistent volume from the API.
 async fn resolve(
-    context: &Context,
+    parts: &Parts,
     pod: &Pod,
     volume: &Volume,
     memory: u64,
 ) -> Result<ResolvedVolume, Problem> {
     let here = resolved::NodeProperties {
         memory,
-        label: context.machine.selinux.as_deref(),
+        label: parts.machine.selinux.as_deref(),
     };
     let Some(name) = claims::of_volume(pod, volume) else {
         return resolved::resolve(pod, volume, None, here);
@@ -492,31 +513,27 @@ async fn resolve(
     let refused =
         |why: String| Problem::Claim(format!("error processing PVC {namespace}/{name}: {why}"));
     let failed = |e: ApiFailure| refused(format!("failed to fetch PVC from API server: {e}"));
-    let found = context
-        .api
-        .claimed(&namespace, &name)
-        .await
-        .map_err(failed)?;
+    let found = parts.api.claimed(&namespace, &name).await.map_err(failed)?;
     let wanted = resolved::check_claim(pod, volume, &found.claim)?;
     let bound = found
         .volume
         .ok_or_else(|| refused(format!("persistentVolume {wanted:?} not found")))?;
     let claimed = resolved::Claimed::new(found.claim, bound)?;
     if claimed.is_for_one_pod()
-        && !context
+        && !parts
             .ledger
             .acquire_exclusive_claim(pod, &namespace, &name)
             .await
     {
         return Err(resolved::already_in_use(&claimed));
     }
-    resolved::check_node_affinity(&claimed, context.node.borrow().as_deref())?;
+    resolved::check_node_affinity(&claimed, parts.node.borrow().as_deref())?;
     resolved::resolve(pod, volume, Some(&claimed), here)
 }
 
 /// Adds the CHAP passwords to a disk that requires them. They are kept only while it is set up.
 async fn passwords(
-    context: &Context,
+    parts: &Parts,
     resolved: &ResolvedVolume,
 ) -> Result<Option<ResolvedVolume>, Problem> {
     let Source::Disk {
@@ -538,7 +555,7 @@ async fn passwords(
         return Ok(None);
     };
     let secret =
-        context.api.secret(namespace, name).await.map_err(|e| {
+        parts.api.secret(namespace, name).await.map_err(|e| {
             Problem::later(format!("cannot read the secret {namespace}/{name}: {e}"))
         })?;
     let known = secret
@@ -562,7 +579,7 @@ async fn passwords(
 
 /// Sets up one volume. `is_new` is whether this agent sets it up for the pod for the first time.
 async fn set_up_volume(
-    context: &Context,
+    parts: &Parts,
     volume: &Volume,
     resolved: &ResolvedVolume,
     from: &Inputs<'_>,
@@ -573,26 +590,29 @@ async fn set_up_volume(
     // Containers that are running already have it from an earlier agent.
     let waits = is_new && !from.known;
     if let Source::Csi(served) = &resolved.source {
-        return Box::pin(csi::publish(context, around.pod, served, is_new, waits)).await;
+        return Box::pin(csi::publish(&parts.csi, around.pod, served, is_new, waits)).await;
     }
     if let Source::Disk { attached_as, .. } = &resolved.source {
-        attached::report_disk_in_use(context, around.pod, resolved, attached_as, waits).await?;
+        attached::report_disk_in_use(&parts.disks, around.pod, resolved, attached_as, waits)
+            .await?;
     }
-    let given = credentials.fetch(context, around.pod, volume).await?;
+    let given = credentials
+        .fetch(&parts.credentials, around.pod, volume)
+        .await?;
     let files = payload::files(volume, around, fetched, &given).transpose()?;
-    if let Some(with_passwords) = passwords(context, resolved).await? {
-        context
+    if let Some(with_passwords) = passwords(parts, resolved).await? {
+        parts
             .host
             .set_up_volume(around.pod, &with_passwords, files)
             .await?;
     } else {
-        context
+        parts
             .host
             .set_up_volume(around.pod, resolved, files)
             .await?;
     }
     Ok(VolumeSetUp {
         labelled: resolved.labelled,
-        again: growth::expand_local(context, around.pod, resolved, waits).await?,
+        again: growth::expand_local(&parts.csi.expansion, around.pod, resolved, waits).await?,
     })
 }

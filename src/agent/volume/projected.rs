@@ -2,6 +2,7 @@
 //! and trust bundles (KEP-3257). They are cached while the pod runs, and renewed in time.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
@@ -10,12 +11,13 @@ use kube::ResourceExt as _;
 use rcgen::{CertificateParams, KeyPair, RsaKeySize};
 use tokio::sync::Mutex;
 
-use crate::Context;
+use crate::node::OwnNode;
 use holdfast_core::volume::certificates::{self, CertificateSource, Outcome};
 use holdfast_core::volume::payload::{self, Credential, FetchedSources, TokenSource};
 use holdfast_core::volume::resolved::Problem;
 use holdfast_host::{HostError, blocking};
-use holdfast_kubeapi::pods::{ApiFailure, CertificateFor, Issued, TokenFor};
+use holdfast_kubeapi::pods::{ApiFailure, CertificateFor, Issued, PodApi, TokenFor};
+use holdfast_sys::clock::Clock;
 
 /// Pauses between reads of a pending certificate request, before the volume's next attempt reads it.
 const READ_PAUSES: [Duration; 4] = [
@@ -41,6 +43,13 @@ struct CertificateState {
     pending: Option<PendingRequest>,
 }
 
+/// What requesting credentials uses.
+pub(crate) struct Parts {
+    pub api: Arc<dyn PodApi>,
+    pub clock: Clock,
+    pub node: Arc<OwnNode>,
+}
+
 /// The credentials of one pod.
 #[derive(Default)]
 pub struct PodCredentials {
@@ -55,20 +64,19 @@ impl PodCredentials {
     /// requests those that are missing or need renewal.
     pub async fn fetch(
         &self,
-        context: &Context,
+        parts: &Parts,
         pod: &Pod,
         volume: &Volume,
     ) -> Result<FetchedSources, Problem> {
         let mut given = FetchedSources::default();
         for source in payload::tokens(volume) {
-            given.tokens.insert(
-                source.path.clone(),
-                self.token(context, pod, &source).await?,
-            );
+            given
+                .tokens
+                .insert(source.path.clone(), self.token(parts, pod, &source).await?);
         }
         let bundles = certificates::trust_bundle_sources(volume);
         if !bundles.is_empty() {
-            let all = context
+            let all = parts
                 .api
                 .trust_bundles()
                 .await
@@ -83,7 +91,7 @@ impl PodCredentials {
         for source in certificates::sources(volume) {
             given.credentials.insert(
                 source.source_index,
-                self.credential(context, pod, &volume.name, &source).await?,
+                self.credential(parts, pod, &volume.name, &source).await?,
             );
         }
         Ok(given)
@@ -91,12 +99,12 @@ impl PodCredentials {
 
     async fn token(
         &self,
-        context: &Context,
+        parts: &Parts,
         pod: &Pod,
         source: &TokenSource,
     ) -> Result<String, Problem> {
         let place = (source.volume.clone(), source.path.clone());
-        let now = context.clock.now();
+        let now = parts.clock.now();
         let known = self
             .tokens
             .lock()
@@ -107,7 +115,7 @@ impl PodCredentials {
             return Ok(text);
         }
         match (
-            context
+            parts
                 .api
                 .token(TokenFor {
                     pod,
@@ -133,7 +141,7 @@ impl PodCredentials {
 
     async fn credential(
         &self,
-        context: &Context,
+        parts: &Parts,
         pod: &Pod,
         volume: &str,
         source: &CertificateSource,
@@ -146,8 +154,8 @@ impl PodCredentials {
             .await
             .remove(&place)
             .unwrap_or_default();
-        let outcome = ensure_certificate(context, pod, source, &mut certificate_state).await;
-        let now = context.clock.now();
+        let outcome = ensure_certificate(parts, pod, source, &mut certificate_state).await;
+        let now = parts.clock.now();
         let usable = certificate_state
             .issued
             .as_ref()
@@ -177,12 +185,12 @@ impl PodCredentials {
 
 /// Ensures a certificate that does not need renewal yet.
 async fn ensure_certificate(
-    context: &Context,
+    parts: &Parts,
     pod: &Pod,
     source: &CertificateSource,
     certificate_state: &mut CertificateState,
 ) -> Result<(), Problem> {
-    let now = context.clock.now();
+    let now = parts.clock.now();
     if certificate_state
         .issued
         .as_ref()
@@ -195,7 +203,7 @@ async fn ensure_certificate(
         .as_ref()
         .is_none_or(|pending| now.duration_since(pending.at) > MAX_PENDING)
     {
-        certificate_state.pending = Some(request_certificate(context, pod, source).await?);
+        certificate_state.pending = Some(request_certificate(parts, pod, source).await?);
     }
     let Some(pending) = &certificate_state.pending else {
         return Ok(());
@@ -209,7 +217,7 @@ async fn ensure_certificate(
     };
     for pause in std::iter::once(&Duration::ZERO).chain(read_pauses) {
         tokio::time::sleep(*pause).await;
-        let found = match context.api.certificate(&namespace, &pending.request).await {
+        let found = match parts.api.certificate(&namespace, &pending.request).await {
             Err(ApiFailure::NotFound(_)) => {
                 certificate_state.pending = None;
                 let why = format!("{about} was deleted before its signer answered");
@@ -247,16 +255,16 @@ async fn ensure_certificate(
 
 /// Generates a key and requests a certificate.
 async fn request_certificate(
-    context: &Context,
+    parts: &Parts,
     pod: &Pod,
     source: &CertificateSource,
 ) -> Result<PendingRequest, Problem> {
-    let Some(node) = context.node.borrow().clone() else {
+    let Some(node) = parts.node.borrow().clone() else {
         return Err(Problem::later("the node is not registered yet"));
     };
     let kind = source.key_type.clone();
     let (key, request) = blocking(move || make(&kind)).await?;
-    let answer = context
+    let answer = parts
         .api
         .request_certificate(CertificateFor {
             pod,
@@ -274,7 +282,7 @@ async fn request_certificate(
     Ok(PendingRequest {
         request,
         key,
-        at: context.clock.now(),
+        at: parts.clock.now(),
     })
 }
 

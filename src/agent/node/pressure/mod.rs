@@ -22,9 +22,13 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::ledger::LedgerHandle;
+use crate::KnownPods;
+use crate::events::{Events, Kind};
 use crate::image::collect;
+use crate::metrics::Metrics;
 use crate::pod::dead_containers;
-use crate::{Context, Kind};
+use holdfast_config::Config;
 use holdfast_core::node::eviction::{
     Amount, Assessment, Candidate, Observations, PodFigures, Pressure, Pressures, Resource,
     Settings, TerminatingPods, Threshold, Watch, annotations, explain, grace,
@@ -32,6 +36,9 @@ use holdfast_core::node::eviction::{
 };
 use holdfast_core::node::ledger::Eviction;
 use holdfast_core::pod;
+use holdfast_cri::Runtime;
+use holdfast_host::PodHost;
+use holdfast_sys::machine::Machine;
 use holdfast_sys::memory_notice::MemoryNotices;
 use measure::{Filesystems, Measured};
 
@@ -48,10 +55,26 @@ const MIN_PAUSE: Duration = Duration::from_millis(20);
 /// Pause after the runtime failed to report the directory of its images.
 const IMAGE_DIR_RETRY: Duration = Duration::from_secs(10);
 
+/// What monitoring and evictions use.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub runtime: Arc<dyn Runtime>,
+    pub host: Arc<dyn PodHost>,
+    pub machine: Arc<Machine>,
+    pub events: Events,
+    pub metrics: Arc<Metrics>,
+    pub ledger: LedgerHandle,
+    pub roster: watch::Sender<KnownPods>,
+    /// The node's current resource pressures.
+    pub pressures: watch::Sender<Pressures>,
+    pub images: Arc<collect::Parts>,
+    pub dead_containers: Arc<dead_containers::Parts>,
+}
+
 /// Runs until the process exits. Measures nothing without thresholds.
-pub async fn run(context: Arc<Context>) {
-    let memory = Manager::new(&context, |resource| resource == Resource::Memory);
-    let others = Manager::new(&context, |resource| resource != Resource::Memory);
+pub async fn run(parts: Arc<Parts>) {
+    let memory = Manager::new(&parts, |resource| resource == Resource::Memory);
+    let others = Manager::new(&parts, |resource| resource != Resource::Memory);
     // Memory has its own tokio task, so that it is not delayed by other futures of this one.
     let memory = AbortOnDropHandle::new(tokio::spawn(run_manager(memory)));
     run_manager(others).await;
@@ -71,7 +94,7 @@ async fn run_manager(manager: Option<Manager>) {
 }
 
 struct Manager {
-    context: Arc<Context>,
+    parts: Arc<Parts>,
     /// The settings, with the thresholds of this task only.
     settings: Settings,
     watch: Watch,
@@ -97,9 +120,9 @@ enum Source {
 }
 
 /// Retries until the runtime reports the directory of its images. Runs in a separate task, as the runtime may hang.
-async fn find_images(context: Arc<Context>, found: watch::Sender<Option<PathBuf>>) {
+async fn find_images(runtime: Arc<dyn Runtime>, found: watch::Sender<Option<PathBuf>>) {
     loop {
-        match context.runtime.image_inventory().await {
+        match runtime.image_inventory().await {
             Ok(stock) => return found.send_modify(|dir| *dir = Some(stock.mountpoint)),
             Err(error) => {
                 tracing::debug!(%error, "cannot read the runtime's image filesystem; retrying");
@@ -111,13 +134,13 @@ async fn find_images(context: Arc<Context>, found: watch::Sender<Option<PathBuf>
 
 impl Source {
     /// Creates the source for these thresholds.
-    fn of(settings: &Settings, context: &Arc<Context>) -> Source {
+    fn of(settings: &Settings, runtime: &Arc<dyn Runtime>) -> Source {
         let mut signals = settings.thresholds.iter().map(|t| t.signal);
         if signals.any(|s| s.resource() == Resource::Memory) {
             return Source::Memory(MemoryNotices::open());
         }
         let (found, images) = watch::channel(None);
-        let search = tokio::spawn(find_images(Arc::clone(context), found));
+        let search = tokio::spawn(find_images(Arc::clone(runtime), found));
         Source::Others {
             images,
             filesystems: Filesystems::default(),
@@ -141,14 +164,14 @@ impl Source {
 
 impl Manager {
     /// Creates a manager for the thresholds of some resources; `None` if there are none.
-    fn new(context: &Arc<Context>, is_among: impl Fn(Resource) -> bool) -> Option<Manager> {
-        let settings = context.config.eviction.of(is_among);
+    fn new(parts: &Arc<Parts>, is_among: impl Fn(Resource) -> bool) -> Option<Manager> {
+        let settings = parts.config.eviction.of(is_among);
         if settings.thresholds.is_empty() {
             return None;
         }
         Some(Manager {
-            context: Arc::clone(context),
-            source: Source::of(&settings, context),
+            parts: Arc::clone(parts),
+            source: Source::of(&settings, &parts.runtime),
             settings,
             watch: Watch::default(),
             epoch: Instant::now(),
@@ -160,7 +183,7 @@ impl Manager {
     async fn measure(&self) -> Measured {
         match &self.source {
             Source::Memory(_) => Measured {
-                left: measure::memory(self.context.host.cgroup_of_all()).await,
+                left: measure::memory(self.parts.host.cgroup_of_all()).await,
                 separate_images: false,
             },
             Source::Others {
@@ -169,7 +192,7 @@ impl Manager {
                 ..
             } => {
                 let images = images.borrow().clone();
-                measure::others(filesystems, self.context.config.root_dir.clone(), images).await
+                measure::others(filesystems, self.parts.config.root_dir.clone(), images).await
             }
         }
     }
@@ -213,7 +236,7 @@ impl Manager {
     /// Publishes the node's pressures if they changed.
     fn publish(&self, found: &Assessment, left: &Observations) {
         let mut now = Pressures::new();
-        let changed = self.context.pressures.send_if_modified(|known| {
+        let changed = self.parts.pressures.send_if_modified(|known| {
             let others = known.iter().filter(|p| !self.source.shows(**p));
             now = others.chain(&found.pressures).copied().collect();
             let changed = *known != now;
@@ -235,7 +258,7 @@ impl Manager {
         };
         let thresholds = &self.settings.thresholds;
         let (machine, pods) = growth_until_threshold(thresholds, left);
-        let of_pods = self.context.host.cgroup_of_all();
+        let of_pods = self.parts.host.cgroup_of_all();
         let cgroups: Vec<(&str, u64)> = machine
             .map(|bytes| ("/", bytes))
             .into_iter()
@@ -277,8 +300,8 @@ impl Manager {
         let Source::Memory(_) = self.source else {
             return Some(PERIOD);
         };
-        let memory = measure::memory(self.context.host.cgroup_of_all()).await;
-        let cpus = self.context.machine.cpus;
+        let memory = measure::memory(self.parts.host.cgroup_of_all()).await;
+        let cpus = self.parts.machine.cpus;
         let is_met = self.watch.is_newly_met(&self.settings, &memory);
         (!is_met).then(|| next_measurement(&self.settings.thresholds, &memory, cpus))
     }
@@ -288,7 +311,7 @@ impl Manager {
         if self.ending.is_empty() {
             return false;
         }
-        let pods = self.context.ledger.pods().await;
+        let pods = self.parts.ledger.pods().await;
         let here: BTreeSet<&str> = pods.iter().map(|p| pod::uid(p)).collect();
         let ended = self.ending.remove_finished(|uid| here.contains(uid));
         for (uid, evicted_at) in &ended {
@@ -306,7 +329,7 @@ impl Manager {
         if self.ending.wait(pressure, now).is_none() {
             return;
         }
-        for pod in self.context.ledger.pods().await {
+        for pod in self.parts.ledger.pods().await {
             let grace = grace(&self.settings, threshold, &pod);
             let uid = pod::uid(&pod);
             if !self.ending.would_end_sooner(pressure, uid, now, grace) {
@@ -319,7 +342,7 @@ impl Manager {
             let text = message(threshold, amount, &victim);
             let name = threshold.signal.name();
             let eviction = Eviction::under_pressure(uid, name, text, grace);
-            if self.context.ledger.terminate(uid, eviction.verdict).await {
+            if self.parts.ledger.terminate(uid, eviction.verdict).await {
                 self.ending.record_eviction(pressure, uid, now, grace);
                 tracing::warn!(
                     pod = pod::full_name(&pod),
@@ -351,7 +374,7 @@ impl Manager {
         }
         let observed = Instant::now();
         let on = measured.part(signal);
-        let ranked = rank(resource, victims::find(&self.context, resource, on).await);
+        let ranked = rank(resource, victims::find(&self.parts, resource, on).await);
         let (now, pressure) = (self.epoch.elapsed(), signal.pressure());
         let overdue = |victim: &&Candidate| {
             let uid = pod::uid(&victim.pod);
@@ -389,7 +412,7 @@ impl Manager {
         ranked: &[Candidate],
         observed: Instant,
     ) -> bool {
-        let context = &self.context;
+        let parts = &self.parts;
         let (signal, uid) = (threshold.signal, pod::uid(&victim.pod));
         let resource = signal.resource();
         let grace = grace(&self.settings, threshold, &victim.pod);
@@ -397,11 +420,11 @@ impl Manager {
         let eviction = Eviction::under_pressure(uid, signal.name(), text.clone(), grace);
         let verdict = eviction.verdict.clone();
         let notes = annotations(resource, victim, ranked);
-        context.events.annotate(uid, EVICTED, notes);
-        let is_evicted = context.ledger.evict(eviction).await;
+        parts.events.annotate(uid, EVICTED, notes);
+        let is_evicted = parts.ledger.evict(eviction).await;
         if !is_evicted {
-            context.events.annotate(uid, EVICTED, BTreeMap::new());
-            if !context.ledger.terminate(uid, verdict).await {
+            parts.events.annotate(uid, EVICTED, BTreeMap::new());
+            if !parts.ledger.terminate(uid, verdict).await {
                 return false;
             }
         }
@@ -409,7 +432,7 @@ impl Manager {
             .record_eviction(signal.pressure(), uid, self.epoch.elapsed(), grace);
         let age = observed.elapsed();
         if is_evicted {
-            context.metrics.eviction_decided(signal.name(), age);
+            parts.metrics.eviction_decided(signal.name(), age);
         }
         let ranking = explain(resource, ranked);
         tracing::warn!(
@@ -434,8 +457,8 @@ impl Manager {
         }
         self.last_event = Some((resource, now));
         let text = format!("Attempting to reclaim {}", resource.name());
-        let name = &self.context.config.node_name;
-        let events = &self.context.events;
+        let name = &self.parts.config.node_name;
+        let events = &self.parts.events;
         events.node(name, Kind::Warning, "EvictionThresholdMet", text);
     }
 
@@ -452,7 +475,7 @@ impl Manager {
             Resource::EphemeralStorage | Resource::Inodes => {}
             Resource::Memory | Resource::Pids => return false,
         }
-        match dead_containers::find_and_remove(&self.context, true).await {
+        match dead_containers::find_and_remove(&self.parts.dead_containers, true).await {
             Ok((removed, failures)) => {
                 for error in failures.values() {
                     tracing::warn!(error, "removing a dead container failed");
@@ -481,7 +504,7 @@ impl Manager {
             Resource::Inodes => u64::MAX,
             Resource::Memory | Resource::Pids => return false,
         };
-        match collect::make_room(&self.context, wanted).await {
+        match collect::make_room(&self.parts.images, wanted).await {
             Ok(0) => return false,
             Ok(freed) => tracing::info!(
                 freed,

@@ -10,8 +10,9 @@ use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
+use super::Parts;
 use super::measure::Part;
-use crate::{Context, Known};
+use crate::Known;
 use holdfast_core::node::eviction::{Candidate, ContainerFigures, PodFigures, Resource};
 use holdfast_core::pod;
 use holdfast_core::pod::priority::is_critical;
@@ -30,14 +31,14 @@ const WALK_SLOT_TIME: Duration = Duration::from_secs(5);
 
 /// The pods that can be evicted, each with its object from the API. Includes terminating pods: their remaining grace
 /// period may be longer than the node can wait.
-async fn pods(context: &Context) -> Vec<(Arc<Pod>, Option<Known>)> {
-    let known: HashMap<String, Known> = context
+async fn pods(parts: &Parts) -> Vec<(Arc<Pod>, Option<Known>)> {
+    let known: HashMap<String, Known> = parts
         .roster
         .borrow()
         .iter()
         .map(|k| (pod::uid(&k.pod).to_owned(), k.clone()))
         .collect();
-    let all = context.ledger.pods().await.into_iter();
+    let all = parts.ledger.pods().await.into_iter();
     all.filter(|pod| !is_critical(pod))
         .map(|pod| {
             let known = known.get(pod::uid(&pod)).cloned();
@@ -62,11 +63,11 @@ fn containers(known: &Known) -> Vec<(String, String)> {
 
 /// Returns the pods that can be evicted, with their usage of the resource. For
 /// disks, only the usage of one filesystem counts.
-pub(super) async fn find(context: &Context, resource: Resource, part: Part) -> Vec<Candidate> {
-    let pods = pods(context).await;
+pub(super) async fn find(parts: &Parts, resource: Resource, part: Part) -> Vec<Candidate> {
+    let pods = pods(parts).await;
     match resource {
-        Resource::Memory | Resource::Pids => in_cgroups(context, pods).await,
-        Resource::EphemeralStorage | Resource::Inodes => on_disk(context, pods, part).await,
+        Resource::Memory | Resource::Pids => in_cgroups(parts, pods).await,
+        Resource::EphemeralStorage | Resource::Inodes => on_disk(parts, pods, part).await,
     }
 }
 
@@ -75,9 +76,9 @@ type PodCgroups = (Arc<Pod>, Option<String>, Vec<(String, String)>);
 
 /// Reads the pods' usage of memory and process ids. A pod whose cgroup does not exist uses nothing. If pods have no
 /// cgroups, the usage is the sum of the pod's containers.
-async fn in_cgroups(context: &Context, pods: Vec<(Arc<Pod>, Option<Known>)>) -> Vec<Candidate> {
+async fn in_cgroups(parts: &Parts, pods: Vec<(Arc<Pod>, Option<Known>)>) -> Vec<Candidate> {
     let place = |(pod, known): (Arc<Pod>, Option<Known>)| {
-        let of = |id: Option<&str>| context.host.cgroup_path(&pod, id);
+        let of = |id: Option<&str>| parts.host.cgroup_path(&pod, id);
         let containers = known.as_ref().map(containers).unwrap_or_default();
         let containers = containers
             .into_iter()
@@ -90,9 +91,9 @@ async fn in_cgroups(context: &Context, pods: Vec<(Arc<Pod>, Option<Known>)>) -> 
         let usage = match &cgroup {
             Some(cgroup) => meter::cgroup(cgroup, Depth::Summary)?,
             None => {
-                let parts = containers.iter();
-                let parts = parts.filter_map(|(_, c)| meter::cgroup(c, Depth::Summary));
-                Usage::total(&parts.collect::<Vec<_>>())
+                let cgroups = containers.iter();
+                let cgroups = cgroups.filter_map(|(_, c)| meter::cgroup(c, Depth::Summary));
+                Usage::total(&cgroups.collect::<Vec<_>>())
             }
         };
         let containers = containers.into_iter().filter_map(|(name, cgroup)| {
@@ -134,13 +135,13 @@ async fn with_slot<T>(slots: &Semaphore, work: impl Future<Output = T>) -> T {
 
 /// Measures the pods' usage of a filesystem, [`MAX_PARALLEL_WALKS`] pods in parallel.
 async fn on_disk(
-    context: &Context,
+    parts: &Parts,
     pods: Vec<(Arc<Pod>, Option<Known>)>,
     part: Part,
 ) -> Vec<Candidate> {
     let layers = match part {
         Part::Files => Layers::new(),
-        Part::Whole | Part::Layers => context.runtime.layers().await.unwrap_or_else(|error| {
+        Part::Whole | Part::Layers => parts.runtime.layers().await.unwrap_or_else(|error| {
             tracing::warn!(%error, "cannot read the containers' disk usage from the runtime");
             Layers::new()
         }),
@@ -150,7 +151,7 @@ async fn on_disk(
         Instant::now() + MEASURE_TIMEOUT,
     );
     let counts = pods.into_iter().map(|(pod, _)| async {
-        let counting = with_slot(&slots, measure_pod(context, &pod, part, &layers));
+        let counting = with_slot(&slots, measure_pod(parts, &pod, part, &layers));
         let figures = match tokio::time::timeout_at(until, counting).await {
             Ok(figures) => figures,
             Err(_) => {
@@ -163,11 +164,11 @@ async fn on_disk(
     join_all(counts).await
 }
 
-async fn measure_pod(context: &Context, pod: &Pod, part: Part, layers: &Layers) -> PodFigures {
+async fn measure_pod(parts: &Parts, pod: &Pod, part: Part, layers: &Layers) -> PodFigures {
     let mut figures = PodFigures::default();
     if part != Part::Layers {
         for volume in local_storage::volumes_on_disk(pod) {
-            match context.host.volume_usage(pod, &volume, u64::MAX).await {
+            match parts.host.volume_usage(pod, &volume, u64::MAX).await {
                 Ok(used) => {
                     figures.disk += used.bytes;
                     figures.inodes += used.inodes;
@@ -182,7 +183,7 @@ async fn measure_pod(context: &Context, pod: &Pod, part: Part, layers: &Layers) 
         let logs = match part {
             Part::Layers => 0,
             _ => {
-                let logs = context.host.log_usage(pod, &container.name).await;
+                let logs = parts.host.log_usage(pod, &container.name).await;
                 logs.unwrap_or(0)
             }
         };

@@ -30,7 +30,7 @@ impl image::SandboxMessage for Job {
                 made.ok_or_else(|| Fault::later("the pod has no cgroup and directories yet"))?
             }
         };
-        let node = node_config(self.context(), &self.pod, &setup);
+        let node = node_config(&self.parts().settings, &self.pod, &setup);
         let newest = self.observed.sandboxes.first();
         let attempt = newest.map_or(0, |sandbox| sandbox.attempt);
         cri_config::sandbox(&self.pod, attempt, &node)
@@ -41,14 +41,14 @@ impl Job {
     pub(super) async fn pull(&self, start: &Start) -> Result<(Outcome, Option<Asset>)> {
         let name = &start.container.name;
         let secrets = self.pull_secrets().await;
-        let (context, pod) = (self.context(), &self.pod);
+        let (parts, pod) = (self.parts(), &self.pod);
         let whose = image::PullContext {
             pod,
             role: start.role,
             sandbox: self,
             secrets: &secrets,
         };
-        let ensure = image::ensure_all(context, whose, &start.container);
+        let ensure = image::ensure_all(&parts.images, whose, &start.container);
         let pulled = self
             .log()
             .step(Step::Image, name, ensure)
@@ -64,7 +64,7 @@ impl Job {
         let namespace = pod.namespace().unwrap_or_default();
         let (mut found, mut missing) = (vec![], vec![]);
         for reference in pod::spec(pod).image_pull_secrets.iter().flatten() {
-            match self.context().api.secret(&namespace, &reference.name).await {
+            match self.parts().api.secret(&namespace, &reference.name).await {
                 Ok(secret) => found.push(secret),
                 Err(_) => missing.push(reference.name.clone()),
             }

@@ -9,11 +9,11 @@
 
 mod image;
 mod observe;
-mod prepare;
+pub(crate) mod prepare;
 mod release;
 mod resize;
 mod sandbox;
-mod start;
+pub(crate) mod start;
 mod stop;
 
 use std::collections::BTreeMap;
@@ -27,11 +27,14 @@ use tokio_util::task::TaskTracker;
 use super::asset::{Asset, Assets, Setup};
 use super::inbox::Inbox;
 use super::journal::Log;
+use super::starts::Starts;
 use super::status::StatusWriter;
 use super::{hooks, mirror};
-use crate::node::ledger::Admission;
-use crate::volume::{NotSetUp, SetUp, Volumes};
-use crate::{Context, Kind};
+use crate::events::{Events, Kind};
+use crate::metrics::Metrics;
+use crate::node::ledger::{Admission, LedgerHandle};
+use crate::node::{ClaimManager, OwnNode};
+use crate::volume::{self, NotSetUp, SetUp, Volumes};
 use holdfast_core::fault::Fault;
 use holdfast_core::lock::lock;
 use holdfast_core::node::admit::{NODE_AFFINITY, Refusal};
@@ -41,11 +44,35 @@ use holdfast_core::pod::observed::ObservedPod;
 use holdfast_core::pod::resize::Resizing;
 use holdfast_core::pod::worker::{Op, Outcome, Update};
 use holdfast_core::volume::attachment;
+use holdfast_cri::Runtime;
+use holdfast_host::PodHost;
+use holdfast_kubeapi::pods::PodApi;
+use holdfast_sys::clock::Clock;
+
+/// What the operations of all pods use.
+pub(crate) struct Parts {
+    pub runtime: Arc<dyn Runtime>,
+    pub api: Arc<dyn PodApi>,
+    pub host: Arc<dyn PodHost>,
+    pub clock: Clock,
+    pub events: Events,
+    pub metrics: Arc<Metrics>,
+    pub ledger: LedgerHandle,
+    pub node: Arc<OwnNode>,
+    pub claims: Arc<ClaimManager>,
+    /// Limits how many sandboxes start at the same time.
+    pub starts: Arc<Starts>,
+    pub settings: prepare::Parts,
+    pub containers: start::Parts,
+    pub hooks: hooks::Parts,
+    pub images: crate::image::Parts,
+    pub volumes: Arc<volume::Parts>,
+}
 
 /// State shared by all operations of one pod.
 pub struct Tools {
-    /// State shared by all workers.
-    pub context: Arc<Context>,
+    /// What the operations of all pods use.
+    pub parts: Arc<Parts>,
     /// Records steps, for `holdfast explain`.
     pub log: Log,
     /// Writes the pod's status.
@@ -87,8 +114,8 @@ pub struct Job {
 type Result<T> = std::result::Result<T, Outcome>;
 
 impl Job {
-    fn context(&self) -> &Arc<Context> {
-        &self.tools.context
+    fn parts(&self) -> &Arc<Parts> {
+        &self.tools.parts
     }
 
     fn log(&self) -> &Log {
@@ -96,7 +123,7 @@ impl Job {
     }
 
     fn emit_event(&self, kind: Kind, reason: &str, message: impl Into<String>) {
-        self.context()
+        self.parts()
             .events
             .pod(&self.pod, None, kind, reason, message);
     }
@@ -125,7 +152,7 @@ impl Job {
             Op::RequestResize => Ok(without_asset(self.request_resize().await)),
             Op::CancelResize => {
                 let sizes = Arc::clone(&self.update.pod);
-                self.context().ledger.cancel_resize(sizes).await;
+                self.parts().ledger.cancel_resize(sizes).await;
                 Ok(without_asset(Outcome::Done))
             }
             Op::Mirror => self.mirror().await.map(without_asset),
@@ -146,7 +173,7 @@ impl Job {
                     ips,
                 };
                 let started = Box::pin(self.start(start, &place));
-                let started = self.context().starts.container(started).await;
+                let started = self.parts().starts.container(started).await;
                 started.map(without_asset)
             }
             Op::PreStop { kill, .. } => {
@@ -174,27 +201,26 @@ impl Job {
 
     /// Measures an operation on the pod's cgroup, if pods have cgroups.
     async fn count_cgroup<T>(&self, operation: &str, work: impl Future<Output = T>) -> T {
-        let context = self.context();
-        match context.config.enforcement.flat {
+        let parts = self.parts();
+        match parts.settings.config.enforcement.flat {
             true => work.await,
-            false => context.metrics.cgroup(operation, work).await,
+            false => parts.metrics.cgroup(operation, work).await,
         }
     }
 
     /// Step 4: waits for the ledger's decision.
     async fn admit(&self) -> Outcome {
-        let (context, log) = (self.context(), self.log());
+        let (parts, log) = (self.parts(), self.log());
         log.begin(Step::Admission, "");
         let (pod, inbox) = (Arc::clone(&self.pod), self.tools.inbox.clone());
         let admission = lock(&self.tools.admission).take();
-        let admission =
-            admission.unwrap_or_else(|| context.ledger.admit(pod.clone(), inbox.clone()));
+        let admission = admission.unwrap_or_else(|| parts.ledger.admit(pod.clone(), inbox.clone()));
         let mut answer = admission.answer().await;
         // A label may have been set just now, and the scheduler may have seen it before the agent:
         // read the Node again before the pod is rejected.
         let by_labels = |refusal: &Refusal| refusal.reason == NODE_AFFINITY;
-        if answer.as_ref().is_err_and(by_labels) && context.node.refresh().await {
-            answer = context.ledger.admit(pod, inbox).answer().await;
+        if answer.as_ref().is_err_and(by_labels) && parts.node.refresh().await {
+            answer = parts.ledger.admit(pod, inbox).answer().await;
         }
         match answer {
             Ok(()) => {
@@ -202,7 +228,7 @@ impl Job {
                 Outcome::Admitted
             }
             Err(refusal) => {
-                context.metrics.rejected(&refusal.reason);
+                parts.metrics.rejected(&refusal.reason);
                 log.end(
                     Step::Admission,
                     "",
@@ -219,7 +245,7 @@ impl Job {
     async fn request_resize(&self) -> Outcome {
         let desired = Arc::clone(&self.update.pod);
         match self
-            .context()
+            .parts()
             .ledger
             .request_resize(desired, Arc::clone(&self.pod))
             .await
@@ -232,7 +258,7 @@ impl Job {
                 ..
             }) => {
                 if let Some(cause) = infeasible {
-                    self.context().metrics.resize_infeasible(cause);
+                    self.parts().metrics.resize_infeasible(cause);
                 }
                 Outcome::Deferred { reason, message }
             }
@@ -241,8 +267,8 @@ impl Job {
 
     /// Step 6.
     async fn mirror(&self) -> Result<Outcome> {
-        let log = self.log();
-        let work = mirror::reconcile(self.context(), &self.update, |reason| {
+        let (parts, log) = (self.parts(), self.log());
+        let work = mirror::reconcile(&*parts.api, &parts.node, &self.update, |reason| {
             log.fail(Step::Mirror, "", reason, None);
         });
         let made = self.log().step(Step::Mirror, "", work).await;
@@ -260,7 +286,7 @@ impl Job {
             .unwrap_or_default();
         let mut volumes = self.tools.volumes.lock().await;
         let set_up = volumes
-            .set_up(self.context(), &self.pod, &ips, known, self.log())
+            .set_up(&self.parts().volumes, &self.pod, &ips, known, self.log())
             .await;
         let SetUp {
             fetched,
@@ -269,7 +295,7 @@ impl Job {
         } = set_up.map_err(|problem| match problem {
             NotSetUp::Failed(fault) => fault.into(),
             NotSetUp::LimitExceeded(message) => {
-                self.context().metrics.rejected(attachment::LIMIT_EXCEEDED);
+                self.parts().metrics.rejected(attachment::LIMIT_EXCEEDED);
                 Outcome::Refused {
                     reason: attachment::LIMIT_EXCEEDED.into(),
                     message,

@@ -18,12 +18,12 @@ impl Job {
     /// Reads the pod from the runtime. If `logs` is set, reads the number of attempts from the log directory for
     /// containers that the runtime does not have.
     pub(super) async fn observe(&self, logs: bool) -> Result<Outcome> {
-        let context = self.context();
+        let parts = self.parts();
         if self.start_cancelled {
             self.wait_for_cancelled_starts().await;
         }
         let read = async {
-            let observed = context.runtime.observe(pod::uid(&self.pod)).await;
+            let observed = parts.runtime.observe(pod::uid(&self.pod)).await;
             observed
                 .map_err(|e| Fault::from(e).context("cannot read the pod's state from the runtime"))
         };
@@ -51,7 +51,7 @@ impl Job {
                     continue;
                 }
                 let name = &container.name;
-                match context.host.last_attempt(&self.pod, name).await {
+                match parts.host.last_attempt(&self.pod, name).await {
                     Ok(Some(last)) => _ = logged.insert(name.clone(), last + 1),
                     Ok(None) => {}
                     // As upstream: restarting at zero is better than not starting the container.
@@ -93,7 +93,7 @@ impl Job {
     }
 
     async fn kill_lost_processes(&self, container: &observed::Container) {
-        let (host, id) = (&self.context().host, &container.id);
+        let (host, id) = (&self.parts().host, &container.id);
         if let Err(error) = host.remove_container_cgroup(&self.pod, id).await {
             let name = &container.name;
             tracing::warn!(%error, container = name, id, "processes of an exited container may remain");
@@ -101,7 +101,7 @@ impl Job {
     }
 
     async fn termination_message(&self, container: &observed::Container) -> Option<String> {
-        let (host, pod) = (&self.context().host, &self.pod);
+        let (host, pod) = (&self.parts().host, &self.pod);
         let text = host.termination_message(pod::uid(pod), container).await;
         if text.is_none() && falls_back_to_logs(pod, container) {
             return host.log_tail(pod, &container.name, container.attempt).await;

@@ -15,35 +15,35 @@ impl Job {
     /// Releases volumes and cgroup. With `content`, for a pod that leaves the node, also
     /// removes sandboxes, containers and directories.
     pub(super) async fn release(&self, content: bool) -> Result<Outcome> {
-        let (context, pod) = (self.context(), &self.pod);
+        let (parts, pod) = (self.parts(), &self.pod);
         let work = async {
             if content {
                 // Calls of cancelled starts may still be running; each has a deadline.
                 self.tools.starts.wait().await;
                 self.remove_from_runtime().await?;
             }
-            let torn_down = crate::volume::tear_down(context, pod::uid(pod));
+            let torn_down = crate::volume::tear_down(&parts.volumes, pod::uid(pod));
             torn_down.await.map_err(|e| Fault::later(e.to_string()))?;
-            let remove = context.host.remove_cgroup(pod);
+            let remove = parts.host.remove_cgroup(pod);
             let removed = self.count_cgroup("destroy", remove).await;
             removed?;
             if content {
                 let keeps_logs = self.update.starts_again;
-                let removed = context.host.remove_directories(pod, keeps_logs).await;
+                let removed = parts.host.remove_directories(pod, keeps_logs).await;
                 removed?;
             }
             Ok::<_, Fault>(())
         };
         self.log().step(Step::Release, "", work).await?;
-        context.ledger.release(pod::uid(pod));
+        parts.ledger.release(pod::uid(pod));
         Ok(Outcome::Done)
     }
 
     /// Unprepares the pod's resource claims with their drivers.
     pub(super) async fn release_claims(&self) -> Result<Outcome> {
-        let context = self.context();
+        let parts = self.parts();
         let work = async {
-            let released = context.claims.release(context, pod::uid(&self.pod));
+            let released = parts.claims.release(&parts.metrics, pod::uid(&self.pod));
             let fault = |why| Fault::later(format!("unprepare dynamic resources: {why}"));
             released.await.map_err(fault)
         };
@@ -53,7 +53,7 @@ impl Job {
     }
 
     async fn remove_from_runtime(&self) -> std::result::Result<(), Fault> {
-        let runtime = &self.context().runtime;
+        let runtime = &self.parts().runtime;
         let observed = runtime
             .observe(pod::uid(&self.pod))
             .await
@@ -96,7 +96,7 @@ impl Job {
             self.tools.writer.flush().await;
             let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
             let deleted = self
-                .context()
+                .parts()
                 .api
                 .delete(&namespace, &name, pod::uid(object))
                 .await;
@@ -119,22 +119,22 @@ impl Job {
         containers: &[(String, String, u32)],
         sandboxes: &[String],
     ) -> Outcome {
-        let context = self.context();
+        let parts = self.parts();
         let later = |id: &str, error: &dyn Display| {
             let why = format!("terminated container or sandbox not removed yet: {error}");
             self.log().log_failure(Step::Release, id, &why);
         };
         for (id, name, attempt) in containers {
-            match context.runtime.remove_container(id).await {
+            match parts.runtime.remove_container(id).await {
                 Ok(()) => {
-                    let removed = context.host.remove_instance(&self.pod, name, *attempt, id);
+                    let removed = parts.host.remove_instance(&self.pod, name, *attempt, id);
                     removed.await.unwrap_or_else(|e| later(id, &e));
                 }
                 Err(error) => later(id, &error),
             }
         }
         for sandbox in sandboxes {
-            let removed = context.runtime.remove_sandbox(sandbox).await;
+            let removed = parts.runtime.remove_sandbox(sandbox).await;
             removed.unwrap_or_else(|e| later(sandbox, &e));
         }
         Outcome::Done

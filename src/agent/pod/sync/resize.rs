@@ -30,7 +30,7 @@ impl Job {
         names: &[String],
         to: &Sizes,
     ) -> std::result::Result<(), String> {
-        let (context, pod) = (self.context(), &self.pod);
+        let (parts, pod) = (self.parts(), &self.pod);
         let node = self.node().await.map_err(|fault| fault.message)?;
         let at_most = self.resizing.at_most();
         let lowered = |name: &str| resize::lowered_memory_limit(name, to, &at_most);
@@ -47,7 +47,7 @@ impl Job {
             let name = &container.name;
             if let Some(limit) = lowered(name) {
                 let unread = |e| format!("unable to read memory usage for container {name:?}: {e}");
-                let used = context.runtime.memory_in_use(&seen.id).await;
+                let used = parts.runtime.memory_in_use(&seen.id).await;
                 checked.push(Lowered {
                     of: format!("container {name:?}"),
                     limit,
@@ -57,18 +57,18 @@ impl Job {
         }
         resize::check_lowered(&checked)?;
         let larger = resize::with_larger(pod, &at_most, &resize::desired(pod));
-        let widen = context.host.ensure_cgroup(&larger, self.has_cpu_limit());
+        let widen = parts.host.ensure_cgroup(&larger, self.has_cpu_limit());
         let widened = self.count_cgroup("update", widen).await;
         widened.map_err(|e| e.message)?;
         for (container, seen) in wanted {
             let resources = cri_config::resources(pod, container, &node);
-            context
+            parts
                 .runtime
                 .update_container(&seen.id, resources)
                 .await
                 .map_err(|e| format!("container {} cannot be resized: {e}", container.name))?;
         }
-        let set = context.host.ensure_cgroup(pod, self.has_cpu_limit());
+        let set = parts.host.ensure_cgroup(pod, self.has_cpu_limit());
         let set = self.count_cgroup("update", set).await;
         set.map(drop).map_err(|e| e.message)
     }
@@ -78,7 +78,7 @@ impl Job {
         Some(Lowered {
             of: "pod".to_owned(),
             limit,
-            used: self.context().host.memory_of_pod(&self.pod),
+            used: self.parts().host.memory_of_pod(&self.pod),
         })
     }
 
@@ -90,7 +90,7 @@ impl Job {
         };
         let sizes = cri_config::sandbox_sizes(&self.pod, &self.node().await?);
         if let Err(error) = self
-            .context()
+            .parts()
             .runtime
             .update_sandbox(&sandbox.id, sizes)
             .await

@@ -52,12 +52,13 @@ impl Job {
 
     /// Prepares the pod's resource claims; the runtime reads their CDI devices when containers are created.
     async fn prepare_claims(&self) -> Result<()> {
-        let (context, pod) = (self.context(), self.update.with_status());
+        let (parts, pod) = (self.parts(), self.update.with_status());
         if !has_claims(pod) {
             return Ok(());
         }
         let prepare = async {
-            context.claims.prepare(context, pod).await.map_err(|why| {
+            let prepared = parts.claims.prepare(&*parts.api, &parts.metrics, pod);
+            prepared.await.map_err(|why| {
                 let fault = Fault::later(format!("prepare dynamic resources: {why}"));
                 let message = format!("Failed to prepare dynamic resources: {fault}");
                 self.emit_event(Kind::Warning, "FailedPrepareDynamicResources", message);
@@ -73,7 +74,7 @@ impl Job {
         attempt: u32,
         request_sent: &AtomicBool,
     ) -> std::result::Result<(Outcome, Option<Asset>), Fault> {
-        let (context, pod) = (self.context(), &self.pod);
+        let (parts, pod) = (self.parts(), &self.pod);
         let node = self.node().await?;
         let config = cri_config::sandbox(pod, attempt, &node);
         let config = config.map_err(|fault| self.no_sandbox(fault))?;
@@ -84,18 +85,18 @@ impl Job {
         let make = async {
             request_sent.store(true, Ordering::Relaxed);
             let begun = Instant::now();
-            let made = context
+            let made = parts
                 .runtime
                 .run_sandbox(config.clone(), &node.handler)
                 .await;
-            context
+            parts
                 .metrics
                 .sandbox(&node.handler, own_users, made.is_err(), begun.elapsed());
             made
         };
-        let made = context.starts.sandbox(make).await;
+        let made = parts.starts.sandbox(make).await;
         let id = made.map_err(|e| self.no_sandbox(e))?;
-        let ips = context.runtime.sandbox_ips(&id).await.map_err(|e| {
+        let ips = parts.runtime.sandbox_ips(&id).await.map_err(|e| {
             let what = "Unable to get pod sandbox status";
             self.emit_warning("FailedPodSandBoxStatus", what, e)
         })?;
@@ -105,7 +106,7 @@ impl Job {
 
     pub(super) async fn stop_sandbox(&self, id: &str) -> Result<Outcome> {
         if self.can_wait {
-            let mut idle_gate = self.context().starts.idle_gate();
+            let mut idle_gate = self.parts().starts.idle_gate();
             tokio::select! {
                 biased;
                 () = idle_gate.wait(Instant::now()) => {}
@@ -113,10 +114,10 @@ impl Job {
             }
         }
         self.log().begin(Step::StopSandbox, "");
-        let context = self.context();
-        let mut stopped = context.runtime.stop_sandbox(id).await;
-        if stopped.is_err() && context.host.remove_corrupt_results(id).await {
-            stopped = context.runtime.stop_sandbox(id).await;
+        let parts = self.parts();
+        let mut stopped = parts.runtime.stop_sandbox(id).await;
+        if stopped.is_err() && parts.host.remove_corrupt_results(id).await {
+            stopped = parts.runtime.stop_sandbox(id).await;
         }
         match stopped {
             Ok(()) => {

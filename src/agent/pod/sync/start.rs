@@ -9,32 +9,48 @@ use std::time::Duration;
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{Container, Pod, VolumeMount};
 use kube::ResourceExt as _;
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 use tracing::Instrument as _;
 
 use super::{Job, Result, hook_address, hooks};
+use crate::events::Kind;
 use crate::image::{Pulled, Waiting};
+use crate::node::DeviceManager;
 use crate::pod::journal::Log;
+use crate::volume::csi::Csi;
 use crate::volume::objects::Fetched;
-use crate::{Context, Kind};
+use holdfast_config::Config;
 use holdfast_core::fault::Fault;
 use holdfast_core::node::claims::has_claims;
 use holdfast_core::pod::actions::Start;
 use holdfast_core::pod::env::{self, FieldContext};
 use holdfast_core::pod::journal::Step;
 use holdfast_core::pod::observed::{self, ContainerState, ObservedPod};
+use holdfast_core::pod::resources::Amounts;
 use holdfast_core::pod::worker::Outcome;
 use holdfast_core::pod::{self, Role};
 use holdfast_core::pod::{cri_config, dns};
 use holdfast_core::volume::resolved::Source;
 use holdfast_cri::{RuntimeError, RuntimeErrorKind};
 use holdfast_host::SubPath;
+use holdfast_sys::machine::Machine;
 
 /// Maximum time to wait for the runtime to complete a cancelled start.
 const CANCELLED_START_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout for reading the status of a container that was just started.
 /// Afterwards the worker observes the whole pod instead.
 const STARTED_STATUS_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// What only the start of containers uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub machine: Arc<Machine>,
+    /// The resources that pods may use on this node.
+    pub allocatable: Amounts,
+    pub node_ips: watch::Sender<Vec<String>>,
+    pub devices: Arc<DeviceManager>,
+    pub csi: Arc<Csi>,
+}
 
 /// The sandbox of a container.
 pub(super) struct TargetSandbox<'a> {
@@ -72,8 +88,8 @@ impl Job {
             Some(config) => config,
             None => cri_config::sandbox(&self.pod, place.attempt, &node)?,
         };
-        let context = self.context();
-        let node_ips = context.node_ips.borrow().clone();
+        let parts = self.parts();
+        let node_ips = parts.containers.node_ips.borrow().clone();
         let ips = if pod::host_network(&self.pod) {
             &node_ips
         } else {
@@ -81,7 +97,7 @@ impl Job {
         };
         let starting = Starting {
             job: self,
-            context,
+            parts,
             pod: &self.pod,
             sandbox: place.sandbox,
             sandbox_config: &config,
@@ -106,7 +122,7 @@ impl Job {
     /// Reads the status of a container that was just started. On failure returns `None`; the worker then
     /// observes the whole pod and reports the error.
     async fn read_started(&self, id: &str, sandbox: &str) -> Option<Box<observed::Container>> {
-        let ask = self.context().runtime.container(id, sandbox);
+        let ask = self.parts().runtime.container(id, sandbox);
         match tokio::time::timeout(STARTED_STATUS_TIMEOUT, ask).await {
             Ok(Ok(container)) => container.map(Box::new),
             Ok(Err(error)) => {
@@ -120,7 +136,7 @@ impl Job {
     /// Starts a container. The call continues if the operation is cancelled: when a client cancels this call,
     /// containerd 2 leaks a shim and keeps the container busy for seconds.
     async fn start_uncancelled(&self, id: &str) -> std::result::Result<(), Fault> {
-        let (runtime, id) = (Arc::clone(&self.context().runtime), id.to_owned());
+        let (runtime, id) = (Arc::clone(&self.parts().runtime), id.to_owned());
         let call = async move { runtime.start_container(&id).await };
         let started = self.tools.starts.spawn(call.in_current_span()).await;
         // The task is never aborted and a panic terminates the process, so this fails only during exit.
@@ -136,7 +152,7 @@ impl Job {
         config: pb::ContainerConfig,
         sandbox_config: pb::PodSandboxConfig,
     ) -> std::result::Result<std::result::Result<String, RuntimeError>, Fault> {
-        let (runtime, sandbox) = (Arc::clone(&self.context().runtime), sandbox.to_owned());
+        let (runtime, sandbox) = (Arc::clone(&self.parts().runtime), sandbox.to_owned());
         let (mut answer, created) = oneshot::channel();
         let call = async move {
             tokio::select! {
@@ -172,7 +188,7 @@ impl Job {
 /// The inputs shared by the steps of a start.
 struct Starting<'a> {
     job: &'a Job,
-    context: &'a Context,
+    parts: &'a super::Parts,
     pod: &'a Pod,
     sandbox: &'a str,
     sandbox_config: &'a pb::PodSandboxConfig,
@@ -185,7 +201,7 @@ struct Starting<'a> {
 
 impl Starting<'_> {
     fn emit_event(&self, start: &Start, kind: Kind, reason: &str, message: impl Into<String>) {
-        self.context.events.pod(
+        self.parts.events.pod(
             self.pod,
             Some(start.role.field_path(&start.container.name)),
             kind,
@@ -225,7 +241,7 @@ async fn start_container(
         Role::Init | Role::Sidecar => "init_container",
         Role::Ephemeral => "ephemeral_container",
     };
-    s.context.metrics.container_started(kind, failure);
+    s.parts.metrics.container_started(kind, failure);
     result
 }
 
@@ -246,12 +262,7 @@ async fn begin_container(
     };
     s.log.step(Step::Start, name, begin).await?;
     s.emit_event(start, Kind::Normal, "Started", "Container started");
-    if let Err(error) = s
-        .context
-        .host
-        .link_log(s.pod, name, start.attempt, &id)
-        .await
-    {
+    if let Err(error) = s.parts.host.link_log(s.pod, name, start.attempt, &id).await {
         tracing::warn!(
             %error,
             container = name,
@@ -276,14 +287,14 @@ async fn create_container(
         .map_err(|e| s.emit_failure(start, "CreateContainerConfigError", e))?;
     let failed = |fault: Fault| s.emit_failure(start, "CreateContainerError", fault);
     if let Some(old) = &start.replaces {
-        let removed = s.context.runtime.remove_container(old).await;
+        let removed = s.parts.runtime.remove_container(old).await;
         removed.map_err(|e| {
             failed(
                 Fault::from(e).context("an earlier instance that never started cannot be removed"),
             )
         })?;
     }
-    let (metrics, image_volumes) = (&s.context.metrics, images.volumes.len() as u64);
+    let (metrics, image_volumes) = (&s.parts.metrics, images.volumes.len() as u64);
     metrics.image_volumes(image_volumes);
     let call = s
         .job
@@ -296,7 +307,7 @@ async fn create_container(
         // The outcome is unknown: use the container if the runtime has created it.
         Err(error) if error.kind == RuntimeErrorKind::Timeout => {
             let observed = s
-                .context
+                .parts
                 .runtime
                 .observe(pod::uid(s.pod))
                 .await
@@ -319,7 +330,7 @@ async fn post_start(
     handler: &k8s_openapi::api::core::v1::LifecycleHandler,
 ) -> std::result::Result<(), String> {
     let ip = hook_address(s.pod, s.ips);
-    let run = hooks::run(s.context, s.pod, &start.container, handler, id, ip);
+    let run = hooks::run(&s.parts.hooks, s.pod, &start.container, handler, id, ip);
     let ran = s
         .log
         .step(Step::PostStart, &start.container.name, run)
@@ -340,7 +351,7 @@ async fn environment(
     s: &Starting<'_>,
     container: &Container,
 ) -> std::result::Result<Vec<(String, Vec<u8>)>, Fault> {
-    let services = match s.context.api.services() {
+    let services = match s.parts.api.services() {
         Some(services) => env::of_services(
             &services,
             &s.pod.namespace().unwrap_or_default(),
@@ -362,7 +373,7 @@ async fn environment(
             .filter(|b| matches!(b.source, Source::EmptyDir(_)));
         let text = match found {
             Some(found) => {
-                let read = s.context.host.read_file(s.pod, found, &path).await;
+                let read = s.parts.host.read_file(s.pod, found, &path).await;
                 read.map_err(Fault::from)
             }
             None => Err(Fault::invalid(format!(
@@ -371,12 +382,13 @@ async fn environment(
         };
         files.insert((volume, path), text);
     }
-    let (allocatable, node_ips) = (s.context.allocatable(), s.context.node_ips.borrow().clone());
+    let containers = &s.parts.containers;
+    let node_ips = containers.node_ips.borrow().clone();
     let around = FieldContext {
         pod: s.pod,
         pod_ips: s.ips,
         node_ips: &node_ips,
-        allocatable: &allocatable,
+        allocatable: &containers.allocatable,
     };
     env::build(container, &around, &services, s.fetched, &files)
 }
@@ -387,11 +399,15 @@ async fn container_config(
     images: &Pulled,
 ) -> std::result::Result<pb::ContainerConfig, Fault> {
     let container = &start.container;
-    let given = s.context.devices.prepare(pod::uid(s.pod), &container.name);
+    let given = s
+        .parts
+        .containers
+        .devices
+        .prepare(pod::uid(s.pod), &container.name);
     let given = given.await.map_err(Fault::later)?;
     let claimed = match s.job.update.with_status() {
         pod if has_claims(pod) => s
-            .context
+            .parts
             .claims
             .cdi(pod, container)
             .map_err(|e| Fault::later(e.to_string()))?,
@@ -496,13 +512,14 @@ async fn volume_mount(
     }
     let resolved = s.fetched.resolved.get(&volume.name).ok_or_else(missing)?;
     message.readonly |= resolved.read_only;
-    message.selinux_relabel = s.context.machine.selinux.is_some() && resolved.is_relabelled();
+    message.selinux_relabel =
+        s.parts.containers.machine.selinux.is_some() && resolved.is_relabelled();
     let place = SubPath {
         container: start.container.name.clone(),
         index,
         path: sub_path,
     };
-    let source = s.context.host.mount_source(s.pod, resolved, &place).await;
+    let source = s.parts.host.mount_source(s.pod, resolved, &place).await;
     message.host_path = source?.display().to_string();
     Ok(message)
 }
@@ -532,8 +549,12 @@ async fn devices(
             path: None,
         };
         let path = match &resolved.source {
-            Source::Csi(_) => s.context.csi.device(pod::uid(s.pod), &resolved.name),
-            _ => s.context.host.mount_source(s.pod, resolved, &place).await,
+            Source::Csi(_) => s
+                .parts
+                .containers
+                .csi
+                .device(pod::uid(s.pod), &resolved.name),
+            _ => s.parts.host.mount_source(s.pod, resolved, &place).await,
         };
         let path = path?;
         let permissions = if resolved.read_only { "r" } else { "mrw" };
@@ -558,7 +579,7 @@ async fn mounts(
         mounts.push(volume_mount(s, start, mount, env, images).await?);
     }
     let taken = |path: &str, mounts: &[pb::Mount]| mounts.iter().any(|m| m.container_path == path);
-    let selinux_relabel = s.context.machine.selinux.is_some();
+    let selinux_relabel = s.parts.containers.machine.selinux.is_some();
     let file = |path: &str, host: PathBuf| pb::Mount {
         container_path: path.into(),
         host_path: host.display().to_string(),
@@ -569,10 +590,10 @@ async fn mounts(
         let text = dns::hosts_file(
             s.pod,
             s.ips,
-            &s.context.config.cluster_domain,
-            &s.context.host.node_hosts().await,
+            &s.parts.containers.config.cluster_domain,
+            &s.parts.host.node_hosts().await,
         );
-        let hosts = s.context.host.write_hosts(s.pod, text).await;
+        let hosts = s.parts.host.write_hosts(s.pod, text).await;
         mounts.push(file("/etc/hosts", hosts?));
     }
     if let Some(path) = container
@@ -580,7 +601,7 @@ async fn mounts(
         .as_ref()
         .filter(|p| !p.is_empty())
     {
-        let (host, name) = (&s.context.host, &container.name);
+        let (host, name) = (&s.parts.host, &container.name);
         let made = host.termination_log(s.pod, name, start.attempt).await;
         mounts.push(file(path, made?));
     }

@@ -30,7 +30,7 @@ struct HookEventGuard<'a> {
 impl Drop for HookEventGuard<'_> {
     fn drop(&mut self) {
         if self.is_failure {
-            self.job.context().events.pod(
+            self.job.parts().events.pod(
                 &self.job.pod,
                 Some(std::mem::take(&mut self.path)),
                 Kind::Warning,
@@ -43,7 +43,7 @@ impl Drop for HookEventGuard<'_> {
 
 impl Job {
     fn time_until(&self, until: Timestamp) -> Duration {
-        let left = until.duration_since(self.context().clock.now());
+        let left = until.duration_since(self.parts().clock.now());
         Duration::try_from(left).unwrap_or_default()
     }
 
@@ -90,7 +90,7 @@ impl Job {
         let definition = self.definition(&kill.name);
         let role = definition.as_ref().map_or(Role::Regular, |(role, _)| *role);
         let path = role.field_path(&kill.name);
-        let events = &self.context().events;
+        let events = &self.parts().events;
         events.pod(
             &self.pod,
             Some(path.clone()),
@@ -131,12 +131,20 @@ impl Job {
     ) -> std::result::Result<(), String> {
         let ips: &[String] = self.observed.sandboxes.first().map_or(&[], |s| &s.ips);
         let ip = hook_address(&self.pod, ips);
-        hooks::run(self.context(), &self.pod, container, handler, &kill.id, ip).await
+        hooks::run(
+            &self.parts().hooks,
+            &self.pod,
+            container,
+            handler,
+            &kill.id,
+            ip,
+        )
+        .await
     }
 
     async fn signal(&self, kill: &Kill, grace: i64) -> Result<Outcome> {
         let stop = async {
-            let stopped = self.context().runtime.stop_container(&kill.id, grace).await;
+            let stopped = self.parts().runtime.stop_container(&kill.id, grace).await;
             stopped.map_err(|e| {
                 Fault::from(e).context(&format!("container {} cannot be stopped", kill.name))
             })
@@ -156,7 +164,7 @@ impl Job {
     pub(super) async fn restart_all(&self, kills: &[Kill]) -> Result<Outcome> {
         let running = |kill: &&Kill| self.observed.live().any(|c| c.id == kill.id);
         let stops = kills.iter().filter(running).map(|kill| async {
-            let events = &self.context().events;
+            let events = &self.parts().events;
             let path = Role::Regular.field_path(&kill.name);
             events.pod(
                 &self.pod,
@@ -171,7 +179,7 @@ impl Job {
             stopped?;
         }
         for kill in kills {
-            let removed = self.context().runtime.remove_container(&kill.id).await;
+            let removed = self.parts().runtime.remove_container(&kill.id).await;
             removed.map_err(|e| {
                 Fault::from(e).context(&format!(
                     "container {} cannot be removed before the restart of all containers",

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use k8s_openapi::api::storage::v1::CSIDriver;
 use tokio::time::Instant;
 
-use crate::Context;
+use super::Parts;
 use crate::metrics::VolumeOperation;
 use crate::volume::attached;
 use holdfast_core::volume::csi::{self, VolumeData};
@@ -30,14 +30,14 @@ impl NotAttached {
 /// Waits until a volume is attached, and records this as an operation. Returns the attachment's metadata for the node.
 /// `described` is the driver's CSIDriver object.
 pub(super) async fn wait(
-    context: &Context,
+    parts: &Parts,
     data: &VolumeData,
     described: Option<&CSIDriver>,
     is_migrated: bool,
 ) -> Result<HashMap<String, String>, NotAttached> {
     let begun = Instant::now();
-    let outcome = attached_by_controller(context, data, described).await;
-    context.metrics.volume(VolumeOperation {
+    let outcome = attached_by_controller(parts, data, described).await;
+    parts.metrics.volume(VolumeOperation {
         name: "verify_controller_attached_volume",
         plugin: &format!("kubernetes.io/csi:{}", data.driver_name),
         is_migrated,
@@ -48,27 +48,27 @@ pub(super) async fn wait(
 }
 
 async fn attached_by_controller(
-    context: &Context,
+    parts: &Parts,
     data: &VolumeData,
     described: Option<&CSIDriver>,
 ) -> Result<HashMap<String, String>, NotAttached> {
     let volume = csi::unique_name(&data.driver_name, &data.volume_handle);
-    let reported = context.csi.reported.wait_until_reported(&volume);
+    let reported = parts.csi.reported.wait_until_reported(&volume);
     reported.await.map_err(NotAttached::new)?;
-    let node = &context.config.node_name;
+    let node = &parts.config.node_name;
     // The cached Node may be older than the report.
-    if !context.node.refresh().await {
-        let why = attached::no_answer_error(context, &volume);
+    if !parts.node.refresh().await {
+        let why = attached::no_answer_error(&parts.config, &volume);
         return Err(NotAttached::new(format!(
             "volume is not attached yet: {why}"
         )));
     }
     // Proceed only when the volume is listed. Before, its VolumeAttachment may not
     // exist, and the node may not be allowed to read it.
-    let is_listed = attached::wait_until_listed(context, &volume).await;
+    let is_listed = attached::wait_until_listed(&parts.node, &volume).await;
     let (name, driver) = (&data.attachment_id, &data.driver_name);
     let mut has_no_room = false;
-    let why = match context
+    let why = match parts
         .api
         .attachment(name)
         .await
@@ -89,7 +89,7 @@ async fn attached_by_controller(
             // with a refresh period can change their limit.
             has_no_room = is_full && csi::refresh_period(described).is_some();
             if has_no_room {
-                context.csi.request_limit_query(driver);
+                parts.csi.request_limit_query(driver);
             }
             format!("VolumeAttachment {name} of driver {driver}: {message}")
         }

@@ -4,8 +4,7 @@ use holdfast_proto::csi as pb;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 
-use super::{Wanted, run_uncancelled, secret};
-use crate::Context;
+use super::{Parts, Wanted, run_uncancelled, secret};
 use crate::volume::growth::{self, Expansion, ExpansionFailed};
 use holdfast_core::volume::csi;
 use holdfast_core::volume::resize::Grown;
@@ -14,7 +13,7 @@ use holdfast_core::volume::resolved::Problem;
 /// Expands the filesystem if its volume was expanded, and reports the result. `waits` is whether the pod's containers
 /// wait for the volume. See [`Expansion::attempt`].
 pub(super) async fn grow(
-    context: &Context,
+    parts: &Parts,
     pod: &Pod,
     wanted: &Wanted<'_>,
     staging: String,
@@ -26,7 +25,7 @@ pub(super) async fn grow(
     };
     if volume.read_only {
         if waits && !grown.claim_has_size {
-            growth::emit_read_only(context, pod, &volume.name, grown);
+            growth::emit_read_only(&parts.expansion, pod, &volume.name, grown);
         }
         return Ok(None);
     }
@@ -37,7 +36,7 @@ pub(super) async fn grow(
     }
     let data = &wanted.place.data;
     let expansion = Expansion {
-        context,
+        parts: &parts.expansion,
         pod,
         volume: &volume.name,
         key: csi::unique_name(&data.driver_name, &data.volume_handle),
@@ -47,7 +46,7 @@ pub(super) async fn grow(
     };
     let grow = async {
         match can {
-            true => expand(context, wanted, grown, staging).await,
+            true => expand(parts, wanted, grown, staging).await,
             false => Err(ExpansionFailed::unsupported(&data.driver_name)),
         }
     };
@@ -55,7 +54,7 @@ pub(super) async fn grow(
 }
 
 async fn expand(
-    context: &Context,
+    parts: &Parts,
     wanted: &Wanted<'_>,
     grown: &Grown,
     staging: String,
@@ -67,7 +66,7 @@ async fn expand(
         volume_lock,
         ..
     } = wanted;
-    growth::begin(context, grown).await?;
+    growth::begin(&parts.expansion, grown).await?;
     let request = pb::NodeExpandVolumeRequest {
         volume_id: place.data.volume_handle.clone(),
         volume_path: place.target.display().to_string(),
@@ -77,12 +76,7 @@ async fn expand(
         }),
         staging_target_path: staging,
         volume_capability: Some(csi::expansion_capability(volume, registered.capabilities)),
-        secrets: secret(
-            context,
-            "NodeExpandSecretRef",
-            volume.expand_secret.as_ref(),
-        )
-        .await?,
+        secrets: secret(parts, "NodeExpandSecretRef", volume.expand_secret.as_ref()).await?,
     };
     let driver = registered.driver.clone();
     let expanded = run_uncancelled(volume_lock, async move { driver.expand(request).await }).await;

@@ -3,14 +3,14 @@
 
 mod attachment;
 mod expansion;
-mod registry;
+pub(crate) mod registry;
 pub mod unstaging;
+mod usage;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use holdfast_proto::csi as pb;
 use k8s_openapi::api::core::v1::Pod;
@@ -20,12 +20,14 @@ use tokio::sync::{Notify, OwnedMutexGuard, watch};
 use tokio::time::Instant;
 
 pub use registry::run;
+pub(crate) use usage::figures;
 
-use crate::Context;
-use crate::metrics::VolumeOperation;
-use crate::serving::VolumeFigures;
+use crate::metrics::{Metrics, VolumeOperation};
+use crate::node::OwnNode;
 use crate::volume::VolumeSetUp;
+use crate::volume::growth;
 use crate::volume::reported::Reported;
+use holdfast_config::Config;
 use holdfast_core::fault::Fault;
 use holdfast_core::lock::lock;
 use holdfast_core::pod;
@@ -34,10 +36,10 @@ use holdfast_core::volume::expansion::Expansions;
 use holdfast_core::volume::resolved::Problem;
 use holdfast_csi::{CsiError, Driver, NodeInfo};
 use holdfast_host::volume::csi::{CsiDirs, Published, is_mounted, labels_files};
-use holdfast_host::{HostError, blocking};
-use holdfast_kubeapi::pods::TokenFor;
+use holdfast_host::{HostError, PodHost, blocking};
+use holdfast_kubeapi::pods::{PodApi, TokenFor};
 use holdfast_sys::blocking_calls::BlockingCalls;
-use holdfast_sys::machine::Room;
+use holdfast_sys::machine::Machine;
 
 /// Why a volume cannot be released or queried yet.
 #[derive(Debug, thiserror::Error)]
@@ -70,9 +72,6 @@ impl From<VolumeError> for Problem {
     }
 }
 
-/// Timeout for reading a filesystem's usage.
-const USAGE_TIMEOUT: Duration = Duration::from_secs(10);
-
 /// A registered driver.
 #[derive(Clone)]
 struct Registered {
@@ -81,6 +80,18 @@ struct Registered {
     driver: Driver,
     capabilities: NodeCapabilities,
     info: NodeInfo,
+}
+
+/// What publishing and unpublishing CSI volumes uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub api: Arc<dyn PodApi>,
+    pub host: Arc<dyn PodHost>,
+    pub machine: Arc<Machine>,
+    pub metrics: Arc<Metrics>,
+    pub node: Arc<OwnNode>,
+    pub csi: Arc<Csi>,
+    pub expansion: growth::Parts,
 }
 
 /// Pod uid and directory name of a published volume.
@@ -106,7 +117,7 @@ pub struct Csi {
     /// The volumes reported in use. Its notification also covers changes of [`Csi::problem`].
     reported: Reported,
     /// Volumes that were expanded on this node, or failed to be; local volumes only after a failure.
-    pub(super) expansions: Mutex<Expansions>,
+    expansions: Arc<Mutex<Expansions>>,
     /// Drivers whose volume limit is outdated and must be queried again.
     outdated: Mutex<BTreeSet<String>>,
     query_requested: Notify,
@@ -143,13 +154,18 @@ impl Csi {
             unstage_requested: Notify::new(),
             locks: Mutex::default(),
             reported: Reported::default(),
-            expansions: Mutex::default(),
+            expansions: Arc::default(),
             outdated: Mutex::default(),
             query_requested: Notify::new(),
             problem: watch::Sender::new(None),
             dirs,
             rooms: BlockingCalls::default(),
         }
+    }
+
+    /// The expansions that failed or are due later; those of local volumes are among them.
+    pub(crate) fn expansions(&self) -> Arc<Mutex<Expansions>> {
+        Arc::clone(&self.expansions)
     }
 
     fn driver(&self, name: &str) -> Result<Registered, VolumeError> {
@@ -294,14 +310,14 @@ fn is_same(one: &Published, other: &Published) -> bool {
 
 /// The data of a secret; empty without a reference. `field` is the field with the reference, for error messages.
 async fn secret(
-    context: &Context,
+    parts: &Parts,
     field: &str,
     reference: Option<&(String, String)>,
 ) -> Result<HashMap<String, String>, Problem> {
     let Some((namespace, name)) = reference else {
         return Ok(HashMap::new());
     };
-    let found = context.api.secret(namespace, name).await.map_err(|e| {
+    let found = parts.api.secret(namespace, name).await.map_err(|e| {
         Problem::later(format!(
             "fetching {field} {namespace}/{name} failed: kubernetes.io/csi: failed to find the secret {name} in the namespace {namespace} with error: {e}"
         ))
@@ -356,18 +372,18 @@ async fn run_uncancelled<T: Send + 'static>(
 /// Stages and publishes a volume for a pod, and expands its filesystem if needed. `is_new` is whether this agent sets
 /// up the volume for the pod for the first time; `waits` is whether the pod's containers wait for it.
 pub(super) async fn publish(
-    context: &Context,
+    parts: &Parts,
     pod: &Pod,
     volume: &Volume,
     is_new: bool,
     waits: bool,
 ) -> Result<VolumeSetUp, Problem> {
-    let described = context
+    let described = parts
         .api
         .csi_driver(&volume.driver)
         .await
         .map_err(|e| Problem::later(e.to_string()))?;
-    let registered = match context.csi.driver(&volume.driver) {
+    let registered = match parts.csi.driver(&volume.driver) {
         // While a driver is being replaced, its published volumes stay, and the driver is not called.
         Err(_) if !is_new && !republishes(described.as_ref()) => {
             return Ok(VolumeSetUp {
@@ -381,12 +397,12 @@ pub(super) async fn publish(
     csi::check_lifecycle(volume, described.as_ref())?;
     let uid = pod::uid(pod);
     let attaches = csi::needs_attachment(volume, described.as_ref());
-    let data = csi::volume_data(volume, uid, &context.config.node_name, attaches);
-    let place = context
+    let data = csi::volume_data(volume, uid, &parts.config.node_name, attaches);
+    let place = parts
         .csi
         .dirs
         .place(uid, data, volume.block, volume.claim.clone())?;
-    let volume_lock = context.csi.volume_lock(&place).lock_owned().await;
+    let volume_lock = parts.csi.volume_lock(&place).lock_owned().await;
     let wanted = Wanted {
         volume,
         registered,
@@ -395,17 +411,17 @@ pub(super) async fn publish(
         volume_lock: Arc::new(volume_lock),
     };
     // Includes volumes recorded on disk: another pod's volume is released only after its driver has unpublished it.
-    if csi::is_for_one_pod(volume) && context.csi.is_shared(&wanted.place) {
+    if csi::is_for_one_pod(volume) && parts.csi.is_shared(&wanted.place) {
         return Err(Fault::missing(csi::ALREADY_IN_USE).into());
     }
-    context.csi.record_published(&wanted.place);
+    parts.csi.record_published(&wanted.place);
     // A published volume was attached before. Only a driver that republishes needs the attachment's metadata again.
     let republishes = republishes(wanted.described.as_ref());
-    let is_needed = attaches && (republishes || !is_published(context, &wanted.place).await?);
+    let is_needed = attaches && (republishes || !is_published(parts, &wanted.place).await?);
     let publish_context = if is_needed {
         let described = wanted.described.as_ref();
         let data = &wanted.place.data;
-        let attached = attachment::wait(context, data, described, volume.migrated).await;
+        let attached = attachment::wait(parts, data, described, volume.migrated).await;
         attached.map_err(|failed| Problem::Unattached {
             step: csi::steps(volume)[0],
             why: failed.why,
@@ -414,19 +430,19 @@ pub(super) async fn publish(
     } else {
         HashMap::new()
     };
-    let staging = mount(context, pod, &wanted, publish_context).await?;
-    let again = expansion::grow(context, pod, &wanted, staging, waits).await?;
-    let labelled = needs_no_labels(context, volume, &wanted.place).await?;
+    let staging = mount(parts, pod, &wanted, publish_context).await?;
+    let again = expansion::grow(parts, pod, &wanted, staging, waits).await?;
+    let labelled = needs_no_labels(parts, volume, &wanted.place).await?;
     Ok(VolumeSetUp { labelled, again })
 }
 
 /// Whether the runtime must not relabel the volume's files: they are mounted with a label, or do not support labels.
 async fn needs_no_labels(
-    context: &Context,
+    parts: &Parts,
     volume: &Volume,
     place: &Published,
 ) -> Result<bool, HostError> {
-    if volume.label.is_some() || volume.block || context.machine.selinux.is_none() {
+    if volume.label.is_some() || volume.block || parts.machine.selinux.is_none() {
         return Ok(volume.label.is_some());
     }
     // The runtime fails to relabel files on NFS, for example (upstream `hostutil`, `GetSELinuxSupport`).
@@ -439,16 +455,16 @@ fn republishes(driver: Option<&CSIDriver>) -> bool {
 }
 
 /// Whether a volume is published for its pod: it is mounted, or its driver publishes it without a mount.
-async fn is_published(context: &Context, place: &Published) -> Result<bool, HostError> {
+async fn is_published(parts: &Parts, place: &Published) -> Result<bool, HostError> {
     let target = place.target.clone();
     let is_mounted = blocking(move || is_mounted(&target)).await?;
-    Ok(is_mounted || lock(&context.csi.unmounted).contains(&place.key()))
+    Ok(is_mounted || lock(&parts.csi.unmounted).contains(&place.key()))
 }
 
 /// Stages and publishes the volume unless this was done before. Returns the
 /// staging path; empty if the volume is not staged.
 async fn mount(
-    context: &Context,
+    parts: &Parts,
     pod: &Pod,
     wanted: &Wanted<'_>,
     publish_context: HashMap<String, String>,
@@ -463,11 +479,11 @@ async fn mount(
     let (described, owner) = (described.as_ref(), pod::ownership(pod));
     let stages = registered.capabilities.stage && !volume.inline;
     let (dirs, own, held) = (
-        context.csi.dirs.clone(),
+        parts.csi.dirs.clone(),
         place.clone(),
         Arc::clone(volume_lock),
     );
-    let is_published = is_published(context, place).await?;
+    let is_published = is_published(parts, place).await?;
     let (before, staging) = blocking(move || {
         // Not cancelled: a record that is written late would look like a published volume.
         let _held = held;
@@ -485,7 +501,7 @@ async fn mount(
     // Republishing affects only the pod's mount.
     if stages && !is_published {
         stage(
-            context,
+            parts,
             wanted,
             &publish_context,
             &staging,
@@ -497,14 +513,14 @@ async fn mount(
     if !is_published || republishes(described) {
         let mut volume_context = csi::context(volume, pod, described);
         let mut secrets = secret(
-            context,
+            parts,
             "NodePublishSecretRef",
             volume.publish_secret.as_ref(),
         )
         .await?;
         // As in the kubelet, block volumes get no tokens.
         let asks = described.filter(|_| !volume.block);
-        if let Some(tokens) = tokens(context, pod, asks).await? {
+        if let Some(tokens) = tokens(parts, pod, asks).await? {
             // Drivers log the volume context but not secrets, so some require their tokens in secrets.
             let place = if described
                 .is_some_and(|d| d.spec.service_account_token_in_secrets == Some(true))
@@ -534,7 +550,7 @@ async fn mount(
             .map_err(|error| Problem::step_failed(csi::steps(volume)[2], error.to_string()))?;
         let target = place.target.clone();
         if !blocking(move || is_mounted(&target)).await? {
-            lock(&context.csi.unmounted).insert(place.key());
+            lock(&parts.csi.unmounted).insert(place.key());
         }
     }
     if csi::applies_fs_group(volume, described, registered.capabilities) {
@@ -543,7 +559,7 @@ async fn mount(
             on_mismatch: is_published || owner.on_mismatch,
             ..owner
         };
-        context.host.chown_published(place, owner).await?;
+        parts.host.chown_published(place, owner).await?;
     }
     Ok(staging)
 }
@@ -551,7 +567,7 @@ async fn mount(
 /// Stages a volume, unless its driver has staged it since its registration. `before` is
 /// whether it may have been staged before this attempt.
 async fn stage(
-    context: &Context,
+    parts: &Parts,
     wanted: &Wanted<'_>,
     publish_context: &HashMap<String, String>,
     staging: &str,
@@ -561,7 +577,7 @@ async fn stage(
     let Wanted { volume, place, .. } = wanted;
     let failed = |why: &dyn Display| Problem::step_failed(csi::steps(volume)[1], why.to_string());
     let name = unique_name(place);
-    if before && lock(&context.csi.staged).contains(&name) {
+    if before && lock(&parts.csi.staged).contains(&name) {
         return Ok(());
     }
     let request = pb::NodeStageVolumeRequest {
@@ -569,7 +585,7 @@ async fn stage(
         publish_context: publish_context.clone(),
         staging_target_path: staging.to_owned(),
         volume_capability: Some(capability),
-        secrets: secret(context, "NodeStageSecretRef", volume.stage_secret.as_ref())
+        secrets: secret(parts, "NodeStageSecretRef", volume.stage_secret.as_ref())
             .await
             .map_err(|problem| failed(&problem))?,
         volume_context: volume.attributes.clone().into_iter().collect(),
@@ -577,13 +593,13 @@ async fn stage(
     let driver = wanted.registered.driver.clone();
     let staging = async move { driver.stage(request).await };
     let Err(error) = run_uncancelled(&wanted.volume_lock, staging).await else {
-        lock(&context.csi.staged).insert(name);
+        lock(&parts.csi.staged).insert(name);
         return Ok(());
     };
     if error.certain && !before {
         // Nothing was staged, so the driver need not unstage it; it may no longer exist when the pod terminates.
-        let is_last = !is_published_elsewhere(context, place).await?;
-        let (dirs, own) = (context.csi.dirs.clone(), place.clone());
+        let is_last = !is_published_elsewhere(&parts.csi, place).await?;
+        let (dirs, own) = (parts.csi.dirs.clone(), place.clone());
         let held = Arc::clone(&wanted.volume_lock);
         blocking(move || {
             let _held = held;
@@ -597,7 +613,7 @@ async fn stage(
 
 /// The service account tokens that a driver requests for the pod.
 async fn tokens(
-    context: &Context,
+    parts: &Parts,
     pod: &Pod,
     driver: Option<&CSIDriver>,
 ) -> Result<Option<Value>, Problem> {
@@ -612,7 +628,7 @@ async fn tokens(
             seconds: wanted.expiration_seconds.unwrap_or(3600),
             account_uid: None,
         };
-        let token = context
+        let token = parts
             .api
             .token(request)
             .await
@@ -627,9 +643,9 @@ async fn tokens(
 
 /// Unpublishes all volumes of a pod. A volume's record is removed only after its driver has unpublished it. A missing
 /// or failing driver does not block the volumes of others.
-pub async fn unpublish(context: &Context, uid: &str) -> Result<(), VolumeError> {
+pub async fn unpublish(parts: &Parts, uid: &str) -> Result<(), VolumeError> {
     let of_pod = |place: &&Published| place.uid == uid;
-    let all: Vec<Published> = lock(&context.csi.published)
+    let all: Vec<Published> = lock(&parts.csi.published)
         .values()
         .filter(of_pod)
         .cloned()
@@ -638,18 +654,18 @@ pub async fn unpublish(context: &Context, uid: &str) -> Result<(), VolumeError> 
         return Ok(());
     }
     // The driver cannot unpublish a volume whose subPaths are still mounted: its device would be busy.
-    context.host.unbind_sub_paths(uid).await?;
-    let work = all.iter().map(|place| unpublish_one(context, place));
+    parts.host.unbind_sub_paths(uid).await?;
+    let work = all.iter().map(|place| unpublish_one(parts, place));
     let outcomes = futures::future::join_all(work).await;
     outcomes.into_iter().collect()
 }
 
-async fn unpublish_one(context: &Context, place: &Published) -> Result<(), VolumeError> {
+async fn unpublish_one(parts: &Parts, place: &Published) -> Result<(), VolumeError> {
     // Waits for a call in progress.
-    let volume_lock = context.csi.volume_lock(place);
+    let volume_lock = parts.csi.volume_lock(place);
     let _guard = volume_lock.lock().await;
-    let (begun, outcome) = (Instant::now(), unpublish_volume(context, place).await);
-    context.metrics.volume(VolumeOperation {
+    let (begun, outcome) = (Instant::now(), unpublish_volume(parts, place).await);
+    parts.metrics.volume(VolumeOperation {
         name: if place.block {
             "unmap_volume"
         } else {
@@ -664,35 +680,35 @@ async fn unpublish_one(context: &Context, place: &Published) -> Result<(), Volum
         && !place.block
     {
         // Mounts that a privileged pod has made below the volume can keep it busy.
-        context.host.unmount_within(place).await?;
+        parts.host.unmount_within(place).await?;
     }
     outcome.map_err(|why| VolumeError::Published {
         volume: place.name.clone(),
         why: Box::new(why),
     })?;
-    context.csi.forget(place);
+    parts.csi.forget(place);
     Ok(())
 }
 
 /// The staging path, if the volume is staged. May block on a mount that hangs.
-async fn staged(context: &Context, place: &Published) -> Result<Option<PathBuf>, HostError> {
-    let (dirs, own) = (context.csi.dirs.clone(), place.clone());
+async fn staged(csi: &Csi, place: &Published) -> Result<Option<PathBuf>, HostError> {
+    let (dirs, own) = (csi.dirs.clone(), place.clone());
     blocking(move || Ok(dirs.staged(&own))).await
 }
 
 /// Whether the driver may have published the volume for another pod. A pod
 /// that waits for the attachment does not count.
-async fn is_published_elsewhere(context: &Context, place: &Published) -> Result<bool, HostError> {
-    let (dirs, others) = (context.csi.dirs.clone(), context.csi.in_other_pods(place));
+async fn is_published_elsewhere(csi: &Csi, place: &Published) -> Result<bool, HostError> {
+    let (dirs, others) = (csi.dirs.clone(), csi.in_other_pods(place));
     blocking(move || Ok(others.iter().any(|other| dirs.is_recorded(other)))).await
 }
 
-async fn unpublish_volume(context: &Context, place: &Published) -> Result<(), VolumeError> {
-    let (dirs, own) = (context.csi.dirs.clone(), place.clone());
+async fn unpublish_volume(parts: &Parts, place: &Published) -> Result<(), VolumeError> {
+    let (dirs, own) = (parts.csi.dirs.clone(), place.clone());
     // The driver does not know a volume that waits for its attachment, unless another pod has staged it.
     let is_recorded = blocking(move || Ok(dirs.is_recorded(&own))).await?;
     if is_recorded {
-        let registered = context.csi.driver(&place.data.driver_name)?;
+        let registered = parts.csi.driver(&place.data.driver_name)?;
         let target = place.target.display().to_string();
         registered
             .driver
@@ -700,91 +716,13 @@ async fn unpublish_volume(context: &Context, place: &Published) -> Result<(), Vo
             .await
             .map_err(failed("NodeUnpublishVolume"))?;
     }
-    let is_last = !is_published_elsewhere(context, place).await?;
-    let is_left = is_last && staged(context, place).await?.is_some();
-    let (dirs, own) = (context.csi.dirs.clone(), place.clone());
+    let is_last = !is_published_elsewhere(&parts.csi, place).await?;
+    let is_left = is_last && staged(&parts.csi, place).await?.is_some();
+    let (dirs, own) = (parts.csi.dirs.clone(), place.clone());
     // The staging path has its own record, so the next agent unstages the volume if this one is stopped here.
     blocking(move || dirs.forget(&own, is_last && !is_left)).await?;
     if is_left {
-        context.csi.mark_staged_without_pod(place);
+        parts.csi.mark_staged_without_pod(place);
     }
     Ok(())
-}
-
-/// The usage of a pod's published volumes, from the driver or else from the filesystem.
-pub async fn figures(context: &Context, uid: &str) -> Vec<VolumeFigures> {
-    let of_pod = |place: &&Published| place.uid == uid && !place.block;
-    let all: Vec<Published> = lock(&context.csi.published)
-        .values()
-        .filter(of_pod)
-        .cloned()
-        .collect();
-    let mut found = vec![];
-    for place in all {
-        match read_volume_usage(context, &place).await {
-            Ok(figures) => found.push(figures),
-            Err(error) => tracing::debug!(
-                %error,
-                volume = place.name,
-                "cannot read the usage of a volume"
-            ),
-        }
-    }
-    found
-}
-
-async fn read_volume_usage(
-    context: &Context,
-    place: &Published,
-) -> Result<VolumeFigures, VolumeError> {
-    let (namespace, claim) = place.claim.clone().unzip();
-    let mut figures = VolumeFigures {
-        name: place.name.clone(),
-        namespace: namespace.unwrap_or_default(),
-        claim,
-        ..VolumeFigures::default()
-    };
-    let registered = context.csi.driver(&place.data.driver_name)?;
-    if registered.capabilities.stats {
-        let staging = staged(context, place)
-            .await?
-            .map(|dir| dir.display().to_string())
-            .unwrap_or_default();
-        let target = place.target.display().to_string();
-        let answer = registered
-            .driver
-            .stats(&place.data.volume_handle, &target, &staging)
-            .await
-            .map_err(failed("NodeGetVolumeStats"))?;
-        let number = |n: i64| u64::try_from(n).unwrap_or(0);
-        for usage in &answer.usage {
-            let of = (
-                number(usage.used),
-                number(usage.total),
-                number(usage.available),
-            );
-            match usage.unit() {
-                pb::volume_usage::Unit::Bytes => figures.bytes = of,
-                pb::volume_usage::Unit::Inodes => figures.inodes = of,
-                pb::volume_usage::Unit::Unknown => {}
-            }
-        }
-        figures.abnormal = answer.volume_condition.map(|c| c.abnormal);
-        return Ok(figures);
-    }
-    // A network filesystem that hangs blocks one thread per volume; others do not use this thread.
-    let (key, target) = (place.target.display().to_string(), place.target.clone());
-    let ask = move || Room::of(&target).map_err(HostError::from);
-    let room = context.csi.rooms.call(&key, USAGE_TIMEOUT, ask).await?;
-    figures.bytes = (
-        room.capacity.saturating_sub(room.free),
-        room.capacity,
-        room.available,
-    );
-    figures.inodes = (
-        room.inodes.saturating_sub(room.inodes_free),
-        room.inodes,
-        room.inodes_free,
-    );
-    Ok(figures)
 }

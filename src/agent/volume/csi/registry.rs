@@ -18,11 +18,16 @@ use tokio::time::Instant;
 use super::Csi;
 use super::Registered;
 use super::lock;
-use crate::{Context, NodeApi, register_device_plugin, register_resource_driver};
+use crate::metrics::Metrics;
+use crate::node::ledger::LedgerHandle;
+use crate::node::{NodeApi, OwnNode, claims, devices};
+use holdfast_config::Config;
 use holdfast_core::backoff::Doubling;
 use holdfast_core::volume::csi::{self, Drivers};
 use holdfast_csi::{Driver, Plugin, Report, get_plugin_info, notify_registration_status};
 use holdfast_host::blocking;
+use holdfast_kubeapi::pods::PodApi;
+use holdfast_sys::clock::Clock;
 use holdfast_sys::watch::Changes;
 
 /// Maximum time between scans of the registration directory.
@@ -57,6 +62,21 @@ impl Socket {
     }
 }
 
+/// What the registration of plugins uses.
+pub(crate) struct Parts {
+    pub config: Arc<Config>,
+    pub api: Arc<dyn PodApi>,
+    pub clock: Clock,
+    pub metrics: Arc<Metrics>,
+    pub node: Arc<OwnNode>,
+    pub csi: Arc<Csi>,
+    pub ledger: LedgerHandle,
+    /// Accepts device plugins.
+    pub devices: Arc<devices::Parts>,
+    /// Accepts drivers of dynamic resource allocation.
+    pub claims: Arc<claims::Parts>,
+}
+
 /// The sockets in the registration directory. Each is registered in its own task, so that
 /// an unresponsive plugin does not delay others.
 #[derive(Default)]
@@ -68,7 +88,7 @@ struct Sockets {
 
 impl Sockets {
     /// Starts to register the sockets that are new or due for a retry.
-    fn begin(&mut self, context: &Arc<Context>, found: BTreeMap<PathBuf, (u64, i64)>) {
+    fn begin(&mut self, parts: &Arc<Parts>, found: BTreeMap<PathBuf, (u64, i64)>) {
         let now = Instant::now();
         for (path, identity) in found {
             self.known.entry(path).or_insert(Socket {
@@ -82,9 +102,9 @@ impl Sockets {
         for (path, socket) in &mut self.known {
             if socket.waits() && socket.next <= now {
                 socket.is_registering = true;
-                let (context, path) = (Arc::clone(context), path.clone());
+                let (parts, path) = (Arc::clone(parts), path.clone());
                 self.tries.spawn(async move {
-                    let outcome = register(&context, &path).await;
+                    let outcome = register(&parts, &path).await;
                     (path, outcome)
                 });
             }
@@ -145,8 +165,9 @@ fn sockets_below(dir: &Path, depth: u32) -> BTreeMap<PathBuf, (u64, i64)> {
 }
 
 /// Registers drivers as they appear, until the process exits.
-pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
-    let dir = context.config.root_dir.join("plugins_registry");
+pub async fn run(parts: Arc<Parts>) {
+    let nodes = parts.node.api();
+    let dir = parts.config.root_dir.join("plugins_registry");
     if let Err(error) = std::fs::create_dir(&dir)
         && error.kind() != std::io::ErrorKind::AlreadyExists
     {
@@ -154,20 +175,20 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
         return std::future::pending().await;
     }
     if nodes.is_some() {
-        context.csi.set_problem(Some(CSINODE_PENDING.into()));
+        parts.csi.set_problem(Some(CSINODE_PENDING.into()));
     }
-    let dirs = context.csi.dirs.clone();
+    let dirs = parts.csi.dirs.clone();
     let (volumes, unknown) = blocking(move || Ok(dirs.count())).await.unwrap_or_default();
-    context.metrics.reconstructed(volumes, unknown);
+    parts.metrics.reconstructed(volumes, unknown);
     let changed = Notify::new();
-    let registering = register_sockets(&context, &dir, &changed);
-    let reporting = report_drivers(&context, nodes.as_deref(), &changed);
+    let registering = register_sockets(&parts, &dir, &changed);
+    let reporting = report_drivers(&parts, nodes.as_deref(), &changed);
     futures::future::join(registering, reporting).await;
 }
 
 /// Registers plugins as their sockets appear, and removes them as the sockets
 /// disappear. Waits neither for plugins nor for the API.
-async fn register_sockets(context: &Arc<Context>, dir: &Path, changed: &Notify) {
+async fn register_sockets(parts: &Arc<Parts>, dir: &Path, changed: &Notify) {
     let mut sockets = Sockets::default();
     loop {
         // Watched before the listing: a later change ends the wait below.
@@ -176,10 +197,10 @@ async fn register_sockets(context: &Arc<Context>, dir: &Path, changed: &Notify) 
         let found = blocking(move || Ok(sockets_below(&listed, DEPTH)))
             .await
             .unwrap_or_default();
-        if remove_disappeared(context, &mut sockets.known, &found) {
+        if remove_disappeared(parts, &mut sockets.known, &found) {
             changed.notify_one();
         }
-        sockets.begin(context, found);
+        sockets.begin(parts, found);
         let pause = sockets.pause();
         tokio::select! {
             biased;
@@ -194,25 +215,25 @@ async fn register_sockets(context: &Arc<Context>, dir: &Path, changed: &Notify) 
 }
 
 /// Publishes the drivers in the API whenever they change.
-async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, changed: &Notify) {
+async fn report_drivers(parts: &Arc<Parts>, nodes: Option<&dyn NodeApi>, changed: &Notify) {
     let (mut published, mut served) = (
         None::<(Option<String>, Vec<CSINodeDriver>)>,
         BTreeSet::new(),
     );
     let (mut driver_queries, mut retry) = (DriverQueries::default(), REPORT_RETRY);
     loop {
-        let due = driver_queries.query_due(context).await;
+        let due = driver_queries.query_due(parts).await;
         let mut pause = due.unwrap_or(SCAN_INTERVAL).min(SCAN_INTERVAL);
-        let now = context.csi.described();
+        let now = parts.csi.described();
         served.extend(now.iter().map(|driver| driver.name.clone()));
-        let node = context.node.borrow().clone();
+        let node = parts.node.borrow().clone();
         let registered = node.is_some() || nodes.is_none();
         // A recreated Node needs a new CSINode: the garbage collector deletes that of its predecessor.
         let report = |node: &Node| (node.uid(), now.clone());
         if let Some((nodes, node)) = nodes.zip(node)
             && published.as_ref() != Some(&report(&node))
         {
-            if publish_drivers(context, nodes, &node, (&now, &served)).await {
+            if publish_drivers(parts, nodes, &node, (&now, &served)).await {
                 (published, retry) = (Some(report(&node)), REPORT_RETRY);
             } else {
                 pause = pause.min(retry.pause());
@@ -221,8 +242,8 @@ async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, cha
         tokio::select! {
             biased;
             () = changed.notified() => {}
-            () = context.csi.query_requested.notified() => {}
-            _ = context.node.wait_until_present(), if !registered => {}
+            () = parts.csi.query_requested.notified() => {}
+            _ = parts.node.wait_until_present(), if !registered => {}
             () = tokio::time::sleep(pause) => {}
         }
     }
@@ -231,7 +252,7 @@ async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, cha
 /// Publishes the drivers: those registered `now`, and the removal of other
 /// `served` ones. Returns whether this succeeded.
 async fn publish_drivers(
-    context: &Context,
+    parts: &Parts,
     nodes: &dyn NodeApi,
     node: &Node,
     (now, served): (&[CSINodeDriver], &BTreeSet<String>),
@@ -242,14 +263,14 @@ async fn publish_drivers(
         present: now.to_vec(),
         unregistered: gone.collect(),
     };
-    let published = report(context, nodes, node, &drivers).await;
+    let published = report(parts, nodes, node, &drivers).await;
     match &published {
-        Ok(()) => context.csi.set_problem(None),
+        Ok(()) => parts.csi.set_problem(None),
         Err(error) => {
             tracing::debug!(error, "publishing the drivers in the CSINode failed");
-            if context.csi.problem().is_some() {
+            if parts.csi.problem().is_some() {
                 let why = format!("failed to initialize CSINode: {error}");
-                context.csi.set_problem(Some(why));
+                parts.csi.set_problem(Some(why));
             }
         }
     }
@@ -267,10 +288,10 @@ struct DriverQueries {
 impl DriverQueries {
     /// Queries drivers whose information is due by their CSIDriver object, or known to be
     /// outdated. Returns the time until the next query.
-    async fn query_due(&mut self, context: &Arc<Context>) -> Option<Duration> {
+    async fn query_due(&mut self, parts: &Arc<Parts>) -> Option<Duration> {
         while self.queries.try_join_next().is_some() {}
-        let outdated = std::mem::take(&mut *lock(&context.csi.outdated));
-        let drivers: Vec<(String, Registered)> = lock(&context.csi.drivers)
+        let outdated = std::mem::take(&mut *lock(&parts.csi.outdated));
+        let drivers: Vec<(String, Registered)> = lock(&parts.csi.drivers)
             .iter()
             .map(|(name, registered)| (name.clone(), registered.clone()))
             .collect();
@@ -278,14 +299,14 @@ impl DriverQueries {
             .retain(|name, _| drivers.iter().any(|(known, _)| known == name));
         let (now, mut next) = (Instant::now(), None::<Duration>);
         for (name, registered) in drivers {
-            let described = context.api.csi_driver(&name).await.ok().flatten();
+            let described = parts.api.csi_driver(&name).await.ok().flatten();
             let period = csi::refresh_period(described.as_ref());
             let last = *self.last.entry(name.clone()).or_insert(now);
             let is_due = period.is_some_and(|period| last + period <= now);
             if is_due || outdated.contains(&name) {
                 self.last.insert(name.clone(), now);
                 self.queries
-                    .spawn(refresh(Arc::clone(context), name, registered));
+                    .spawn(refresh(Arc::clone(parts), name, registered));
             }
             let left = period.map(|period| match is_due {
                 true => period,
@@ -298,16 +319,16 @@ impl DriverQueries {
 }
 
 /// Queries a driver. A failed query is repeated when the next one is due.
-async fn refresh(context: Arc<Context>, name: String, registered: Registered) {
+async fn refresh(parts: Arc<Parts>, name: String, registered: Registered) {
     match registered.driver.info().await {
         Ok(info) => {
-            let mut drivers = lock(&context.csi.drivers);
+            let mut drivers = lock(&parts.csi.drivers);
             if let Some(known) = drivers
                 .get_mut(&name)
                 .filter(|d| d.socket == registered.socket && d.info != info)
             {
                 known.info = info;
-                context.csi.query_requested.notify_one();
+                parts.csi.query_requested.notify_one();
             }
         }
         Err(error) => {
@@ -320,7 +341,7 @@ async fn refresh(context: Arc<Context>, name: String, registered: Registered) {
 /// one: during an update a driver has two. A socket whose registration is in progress is kept until that completes.
 /// Returns whether a registered plugin was removed.
 fn remove_disappeared(
-    context: &Context,
+    parts: &Parts,
     known: &mut BTreeMap<PathBuf, Socket>,
     found: &BTreeMap<PathBuf, (u64, i64)>,
 ) -> bool {
@@ -335,16 +356,16 @@ fn remove_disappeared(
     let has_removed = !disappeared.is_empty();
     for (path, name) in disappeared {
         let was_driver = {
-            let mut drivers = lock(&context.csi.drivers);
+            let mut drivers = lock(&parts.csi.drivers);
             drivers.get(&name).is_some_and(|d| d.socket == path) && drivers.remove(&name).is_some()
         };
-        let now = context.clock.now();
-        if context.claims.remove_instance(&name, &path) {
+        let now = parts.clock.now();
+        if parts.claims.manager.remove_instance(&name, &path) {
             // Other instances of the driver stay registered.
             tracing::info!(driver = name, socket = %path.display(), "DRA driver unregistered");
             continue;
         }
-        if !was_driver && !context.devices.mark_gone(&name, &path, now) {
+        if !was_driver && !parts.devices.manager.mark_gone(&name, &path, now) {
             continue;
         }
         tracing::info!(plugin = name, socket = %path.display(), "plugin unregistered");
@@ -358,12 +379,12 @@ fn remove_disappeared(
 }
 
 /// Registers the plugin of a socket. Returns its name.
-async fn register(context: &Arc<Context>, path: &Path) -> Result<String, String> {
+async fn register(parts: &Arc<Parts>, path: &Path) -> Result<String, String> {
     let socket = &path.display().to_string();
     let plugin = get_plugin_info(socket)
         .await
         .map_err(|e| format!("cannot read the plugin's information: {e}"))?;
-    let outcome = accept(context, &plugin, socket).await;
+    let outcome = accept(parts, &plugin, socket).await;
     notify_registration_status(socket, outcome.clone())
         .await
         .map_err(|e| {
@@ -375,23 +396,23 @@ async fn register(context: &Arc<Context>, path: &Path) -> Result<String, String>
     outcome.map(|()| plugin.name)
 }
 
-async fn accept(context: &Arc<Context>, plugin: &Plugin, socket: &str) -> Result<(), String> {
+async fn accept(parts: &Arc<Parts>, plugin: &Plugin, socket: &str) -> Result<(), String> {
     let endpoint = if plugin.endpoint.is_empty() {
         socket
     } else {
         &plugin.endpoint
     };
     match plugin.kind.as_str() {
-        "CSIPlugin" => accept_driver(context, plugin, socket, endpoint).await,
+        "CSIPlugin" => accept_driver(parts, plugin, socket, endpoint).await,
         "DevicePlugin" => {
             let path = endpoint.strip_prefix("unix://").unwrap_or(endpoint);
             let (path, by) = (Path::new(path), Path::new(socket));
-            register_device_plugin(context, &plugin.name, &plugin.versions, path, by).await
+            devices::register(&parts.devices, &plugin.name, &plugin.versions, path, by).await
         }
         "DRAPlugin" => {
             let path = endpoint.strip_prefix("unix://").unwrap_or(endpoint);
             let (path, by) = (Path::new(path), Path::new(socket));
-            register_resource_driver(context, &plugin.name, &plugin.versions, path, by).await
+            claims::register(&parts.claims, &plugin.name, &plugin.versions, path, by).await
         }
         other => Err(format!(
             "unsupported plugin type {other:?}: this version supports CSIPlugin, DevicePlugin and DRAPlugin"
@@ -400,7 +421,7 @@ async fn accept(context: &Arc<Context>, plugin: &Plugin, socket: &str) -> Result
 }
 
 async fn accept_driver(
-    context: &Context,
+    parts: &Parts,
     plugin: &Plugin,
     socket: &str,
     endpoint: &str,
@@ -416,7 +437,7 @@ async fn accept_driver(
             plugin.versions.join(", ")
         ));
     }
-    let (metrics, name) = (Arc::clone(&context.metrics), plugin.name.clone());
+    let (metrics, name) = (Arc::clone(&parts.metrics), plugin.name.clone());
     let report: Report = Arc::new(move |method, code, took| metrics.csi(&name, method, code, took));
     let driver = Driver::new(endpoint, report).map_err(|e| e.to_string())?;
     let info = driver
@@ -435,8 +456,8 @@ async fn accept_driver(
     );
     // A restarted driver may have lost its staged volumes. They are staged again, which is idempotent.
     let own = csi::unique_name(&plugin.name, "");
-    lock(&context.csi.staged).retain(|name| !name.starts_with(&own));
-    lock(&context.csi.drivers).insert(
+    lock(&parts.csi.staged).retain(|name| !name.starts_with(&own));
+    lock(&parts.csi.drivers).insert(
         plugin.name.clone(),
         Registered {
             socket: socket.into(),
@@ -446,13 +467,13 @@ async fn accept_driver(
         },
     );
     // Pods that wait for the driver can retry immediately.
-    context.ledger.drivers_changed();
+    parts.ledger.drivers_changed();
     Ok(())
 }
 
 /// Publishes the drivers in CSINode, and in the node's annotation and labels.
 async fn report(
-    context: &Context,
+    parts: &Parts,
     nodes: &dyn NodeApi,
     node: &Node,
     drivers: &Drivers,
@@ -461,7 +482,7 @@ async fn report(
         .report_drivers(node, drivers)
         .await
         .map_err(|e| e.to_string())?;
-    let labels: BTreeMap<String, String> = lock(&context.csi.drivers)
+    let labels: BTreeMap<String, String> = lock(&parts.csi.drivers)
         .values()
         .flat_map(|r| r.info.topology.clone())
         .collect();

@@ -10,13 +10,13 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::{Csi, VolumeError, failed, unique_name};
-use crate::Context;
-use crate::metrics::VolumeOperation;
+use crate::metrics::{Metrics, VolumeOperation};
 use holdfast_core::backoff::Doubling;
 use holdfast_core::lock::lock;
 use holdfast_core::repeated::RepeatedFailures;
 use holdfast_host::blocking;
 use holdfast_host::volume::csi::Published;
+use holdfast_sys::clock::Clock;
 
 /// Back-off between attempts; the maximum is the kubelet's.
 const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(122));
@@ -41,15 +41,22 @@ impl Csi {
     }
 }
 
+/// What unstaging uses.
+pub(crate) struct Parts {
+    pub clock: Clock,
+    pub metrics: Arc<Metrics>,
+    pub csi: Arc<Csi>,
+}
+
 /// Unstages volumes, each in its own task. Never returns.
-pub async fn run(context: Arc<Context>) {
+pub async fn run(parts: Arc<Parts>) {
     let mut tries = JoinSet::new();
     loop {
-        for place in std::mem::take(&mut *lock(&context.csi.to_unstage)) {
-            tries.spawn(unstage_with_retries(Arc::clone(&context), place));
+        for place in std::mem::take(&mut *lock(&parts.csi.to_unstage)) {
+            tries.spawn(unstage_with_retries(Arc::clone(&parts), place));
         }
         tokio::select! {
-            () = context.csi.unstage_requested.notified() => {}
+            () = parts.csi.unstage_requested.notified() => {}
             Some(ended) = tries.join_next() => {
                 if let Err(error) = ended {
                     tracing::error!(%error, "unstaging a volume ended unexpectedly; the next start of the agent retries it");
@@ -59,10 +66,10 @@ pub async fn run(context: Arc<Context>) {
     }
 }
 
-async fn unstage_with_retries(context: Arc<Context>, place: Published) {
+async fn unstage_with_retries(parts: Arc<Parts>, place: Published) {
     let (mut pauses, mut failures) = (RETRY, RepeatedFailures::default());
-    while let Err(error) = unstage(&context, &place).await {
-        let due = failures.record((), &error.to_string(), context.clock.now());
+    while let Err(error) = unstage(&parts, &place).await {
+        let due = failures.record((), &error.to_string(), parts.clock.now());
         if let Some(repetitions) = due {
             tracing::warn!(
                 %error,
@@ -77,37 +84,33 @@ async fn unstage_with_retries(context: Arc<Context>, place: Published) {
 }
 
 /// Unstages a volume and removes its record, unless a pod uses it again.
-async fn unstage(context: &Context, place: &Published) -> Result<(), VolumeError> {
-    let volume_lock = context.csi.volume_lock(place);
+async fn unstage(parts: &Parts, place: &Published) -> Result<(), VolumeError> {
+    let volume_lock = parts.csi.volume_lock(place);
     let _guard = volume_lock.lock().await;
     // The pod that uses the volume now unstages it later.
-    if super::is_published_elsewhere(context, place).await? {
-        context.csi.unmark_staged(place);
+    if super::is_published_elsewhere(&parts.csi, place).await? {
+        parts.csi.unmark_staged(place);
         return Ok(());
     }
-    if let Some(staged) = super::staged(context, place).await? {
-        call_unstage(context, place, &staged).await?;
+    if let Some(staged) = super::staged(&parts.csi, place).await? {
+        call_unstage(parts, place, &staged).await?;
     }
     // Before the lock is released: the next pod must report the volume again.
-    context.csi.unmark_staged(place);
+    parts.csi.unmark_staged(place);
     Ok(())
 }
 
-async fn call_unstage(
-    context: &Context,
-    place: &Published,
-    staged: &Path,
-) -> Result<(), VolumeError> {
+async fn call_unstage(parts: &Parts, place: &Published, staged: &Path) -> Result<(), VolumeError> {
     let data = &place.data;
-    let registered = context.csi.driver(&data.driver_name)?;
+    let registered = parts.csi.driver(&data.driver_name)?;
     // Whether the call succeeds or not, the next pod must stage the volume again.
-    lock(&context.csi.staged).remove(&unique_name(place));
+    lock(&parts.csi.staged).remove(&unique_name(place));
     let (begun, staged) = (Instant::now(), staged.display().to_string());
     let unstaged = registered
         .driver
         .unstage(&data.volume_handle, &staged)
         .await;
-    context.metrics.volume(VolumeOperation {
+    parts.metrics.volume(VolumeOperation {
         name: match place.block {
             true => "unmap_device",
             false => "unmount_device",
@@ -118,7 +121,7 @@ async fn call_unstage(
         took: begun.elapsed(),
     });
     unstaged.map_err(failed("NodeUnstageVolume"))?;
-    let (dirs, own) = (context.csi.dirs.clone(), place.clone());
+    let (dirs, own) = (parts.csi.dirs.clone(), place.clone());
     blocking(move || {
         dirs.unstaged(&own)?;
         dirs.forget(&own, true)
