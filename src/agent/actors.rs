@@ -17,10 +17,11 @@ use crate::node::{
 use crate::pod::heartbeats::Heartbeats;
 use crate::pod::journal::Journals;
 use crate::pod::starts::Starts;
+use crate::pod::table::PodTable;
 use crate::pod::{
     dead_containers, dispatch, hooks, orphans, probing, relist, sources, sync, worker,
 };
-use crate::serving::{self, KnownPods, Unserved, local, pod_resources};
+use crate::serving::{self, Unserved, local, pod_resources};
 use crate::volume::csi::{self, Csi, registry, unstaging};
 use crate::volume::{self, AttachedDisks, attached, growth, projected, storage_limits};
 use holdfast_config::Config;
@@ -87,6 +88,8 @@ pub struct Parts {
 
 /// What each actor uses, by actor.
 pub(crate) struct Actors {
+    /// All pods of this node, for the actors that clean up after pods.
+    pub table: watch::Receiver<PodTable>,
     pub runtime: Arc<dyn Runtime>,
     pub devices: Arc<devices::Parts>,
     pub claims: Arc<claims::Parts>,
@@ -121,8 +124,8 @@ struct Published {
     shutting_down: watch::Sender<bool>,
     /// The features that the runtime last reported.
     features: watch::Sender<Features>,
-    /// All pods assigned to this node, as the dispatcher last merged them.
-    roster: watch::Sender<KnownPods>,
+    /// All pods of this node. The dispatcher writes the table.
+    table: watch::Sender<PodTable>,
     /// Heartbeats of the dispatcher and of the runtime's listing.
     heartbeats: Arc<Heartbeats>,
     /// Parts of the agent's HTTP API that cannot be served.
@@ -138,6 +141,7 @@ impl Actors {
         let dead_containers = Arc::new(parts.dead_containers(&published));
         let images = Arc::new(parts.image_collection(&dead_containers));
         Actors {
+            table: published.table.subscribe(),
             slices: (
                 Arc::clone(&parts.config),
                 Arc::clone(&parts.node),
@@ -331,7 +335,7 @@ impl Parts {
             host: Arc::clone(&self.host),
             clock: self.clock,
             events: self.events.clone(),
-            roster: published.roster.clone(),
+            table: published.table.subscribe(),
         }
     }
 
@@ -423,7 +427,7 @@ impl Parts {
             ledger: self.ledger.clone(),
             network: self.network.clone(),
             node: Arc::clone(&self.node),
-            roster: published.roster.clone(),
+            table: published.table.clone(),
             workers: Arc::new(self.workers(published, volumes)),
         }
     }
@@ -483,7 +487,7 @@ impl Parts {
             metrics: Arc::clone(&self.metrics),
             ledger: self.ledger.clone(),
             node: Arc::clone(&self.node),
-            roster: published.roster.clone(),
+            table: published.table.subscribe(),
             shutting_down: published.shutting_down.clone(),
         }
     }
@@ -511,7 +515,7 @@ impl Parts {
             events: self.events.clone(),
             metrics: Arc::clone(&self.metrics),
             ledger: self.ledger.clone(),
-            roster: published.roster.clone(),
+            table: published.table.subscribe(),
             pressures: published.pressures.clone(),
             images: Arc::clone(images),
             dead_containers: Arc::clone(dead_containers),
@@ -569,7 +573,7 @@ impl Parts {
                 host: Arc::clone(&self.host),
                 events: self.events.clone(),
                 ledger: self.ledger.clone(),
-                roster: published.roster.clone(),
+                table: published.table.subscribe(),
             },
         }
     }
@@ -603,7 +607,7 @@ impl Parts {
             clock: self.clock,
             machine: Arc::clone(&self.machine),
             metrics: Arc::clone(&self.metrics),
-            roster: published.roster.clone(),
+            table: published.table.subscribe(),
             journals: Arc::clone(&self.journals),
             heartbeats: Arc::clone(&published.heartbeats),
             csi: Arc::clone(&self.csi),

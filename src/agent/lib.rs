@@ -43,7 +43,6 @@ pub use pod::journal::Journals;
 pub use pod::sources::Statics;
 pub use pod::starts::Starts;
 pub use serving::local::SOCKET;
-pub(crate) use serving::{Known, KnownPods};
 pub use volume::AttachedDisks;
 pub use volume::csi::Csi;
 
@@ -93,16 +92,16 @@ impl Agent {
         let (hints, hinted) = tokio::sync::mpsc::channel(1024);
         let seen = pod::relist::ObservedFingerprints::default();
         let actors = Actors::new(self.parts);
-        let (roster, known) = watch::channel(pod::roster::Roster::default());
+        let table = actors.table;
         let devices = Box::pin(node::devices::run(
             actors.devices,
             actors.runtime,
-            known.clone(),
+            table.clone(),
             hints.clone(),
         ));
         let claims = Box::pin(node::claims::run(
             actors.claims,
-            known.clone(),
+            table.clone(),
             hints.clone(),
         ));
         let (config, own_node, manager) = actors.slices;
@@ -119,17 +118,12 @@ impl Agent {
             keeper: self.keeper,
             clearing: clearing.subscribe(),
         };
-        let dispatch = Box::pin(pod::dispatch::run(
-            actors.dispatch,
-            inputs,
-            seen.clone(),
-            roster,
-        ));
+        let dispatch = Box::pin(pod::dispatch::run(actors.dispatch, inputs, seen.clone()));
         let ledger = node::ledger::run(actors.ledger, self.ledger);
-        let sweep = Box::pin(pod::orphans::sweep(actors.orphans, known.clone(), clearing));
-        let binding = Box::pin(node::managers::run(actors.managers, known.clone()));
+        let sweep = Box::pin(pod::orphans::sweep(actors.orphans, table.clone(), clearing));
+        let binding = Box::pin(node::managers::run(actors.managers, table.clone()));
         let (api, clock) = actors.mirrors;
-        let mirrors = Box::pin(pod::orphans::delete_mirrors(api, clock, known.clone()));
+        let mirrors = Box::pin(pod::orphans::delete_mirrors(api, clock, table.clone()));
         let shutdown = node::shutdown::run(actors.shutdown, self.announcer, hints.clone());
         let shutdown = Box::pin(shutdown);
         let relist = pod::relist::run(actors.relist, seen, hints);
@@ -156,7 +150,7 @@ impl Agent {
                 None => std::future::pending().await,
             }
         };
-        let node = node::run(actors.node, self.network, known);
+        let node = node::run(actors.node, self.network, table);
         tokio::select! {
             // The order is fixed, so that a simulated run replays exactly.
             biased;

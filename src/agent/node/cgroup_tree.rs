@@ -12,8 +12,8 @@ use tokio::time::Instant;
 
 use super::ledger::LedgerHandle;
 use super::{limits, size};
-use crate::KnownPods;
 use crate::events::{Events, Kind};
+use crate::pod::table::PodTable;
 use holdfast_config::Config;
 use holdfast_core::backoff::Doubling;
 use holdfast_core::node::capacity;
@@ -30,7 +30,7 @@ use holdfast_sys::meter;
 
 /// Collects changes for this time, as many pods may start or stop together.
 const DEBOUNCE: Duration = Duration::from_millis(200);
-/// Interval between updates without a change: the roster lacks a granted resize until the API has it.
+/// Interval between updates without a change: the pod table lacks a granted resize until the API has it.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(60);
 /// Back-off after a cgroup could not be set.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(5), Duration::from_secs(60));
@@ -48,7 +48,7 @@ pub(crate) struct Parts {
     pub host: Arc<dyn PodHost>,
     pub events: Events,
     pub ledger: LedgerHandle,
-    pub roster: watch::Sender<KnownPods>,
+    pub table: watch::Receiver<PodTable>,
 }
 
 /// Applies the values, and reverts changes by other programs.
@@ -173,14 +173,16 @@ fn report_change(
 
 /// Applies the values of all cgroups, again whenever pods start or stop.
 async fn apply(parts: &Parts) {
-    let mut roster = parts.roster.subscribe();
+    let mut table = parts.table.clone();
     let supply = supply(parts);
     let rules: &Rules = &parts.config.enforcement;
     let (mut reports, mut pauses) = (HashMap::new(), RETRY);
     loop {
-        let known = roster.borrow_and_update().clone();
-        let alive = known.iter().map(|k| &k.pod);
-        let alive = alive.filter(|p| !pod::is_terminal(p)).cloned().collect();
+        let alive = {
+            let table = table.borrow_and_update();
+            let pods = table.iter().map(|known| &known.pod);
+            pods.filter(|pod| !pod::is_terminal(pod)).cloned().collect()
+        };
         let alive = with_allocated_resources(alive, &parts.ledger.pods().await);
         let alive = alive.iter().map(|p| &**p);
         let alive: Vec<&Pod> = alive.collect();
@@ -197,7 +199,7 @@ async fn apply(parts: &Parts) {
         let again = failed.then(|| Instant::now() + pauses.pause());
         tokio::select! {
             biased;
-            Ok(()) = roster.changed() => tokio::time::sleep(DEBOUNCE).await,
+            Ok(()) = table.changed() => tokio::time::sleep(DEBOUNCE).await,
             () = tokio::time::sleep(REFRESH_INTERVAL) => {}
             () = async { match again { Some(at) => tokio::time::sleep_until(at).await, None => std::future::pending().await } } => {}
         }

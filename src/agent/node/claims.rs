@@ -21,7 +21,7 @@ use super::claim_metrics;
 use super::ledger::LedgerHandle;
 use crate::metrics::Metrics;
 use crate::pod::relist::Hint;
-use crate::pod::roster::Roster;
+use crate::pod::table::PodTable;
 use holdfast_core::lock::lock;
 use holdfast_core::meta;
 use holdfast_core::node::claims::checkpoint::{self as format, Device, FILE};
@@ -526,15 +526,15 @@ async fn notify_pods(manager: &ClaimManager, hints: mpsc::Sender<Hint>) {
 
 /// Releases claims of pods that are no longer on this node, and notifies pods
 /// of device health. Runs until the process exits.
-pub async fn run(parts: Arc<Parts>, roster: watch::Receiver<Roster>, hints: mpsc::Sender<Hint>) {
+pub async fn run(parts: Arc<Parts>, table: watch::Receiver<PodTable>, hints: mpsc::Sender<Hint>) {
     tokio::join!(
-        release_all(&parts, roster),
+        release_all(&parts, table),
         notify_pods(&parts.manager, hints)
     );
 }
 
-async fn release_all(parts: &Parts, mut roster: watch::Receiver<Roster>) {
-    if roster.wait_for(|roster| roster.complete).await.is_err() {
+async fn release_all(parts: &Parts, mut table: watch::Receiver<PodTable>) {
+    if table.wait_for(|table| table.complete).await.is_err() {
         return std::future::pending().await;
     }
     let mut changes = parts.manager.checkpoint.changes();
@@ -545,14 +545,14 @@ async fn release_all(parts: &Parts, mut roster: watch::Receiver<Roster>) {
             let _ = changes.changed().await;
             continue;
         }
-        release_orphaned(parts, &roster, &mut failures).await;
+        release_orphaned(parts, &table, &mut failures).await;
         tokio::time::sleep(RECONCILE_INTERVAL).await;
     }
 }
 
 async fn release_orphaned(
     parts: &Parts,
-    roster: &watch::Receiver<Roster>,
+    table: &watch::Receiver<PodTable>,
     failures: &mut RepeatedFailures<String>,
 ) {
     // A running pod still uses its devices, even if no source contains it.
@@ -564,7 +564,7 @@ async fn release_orphaned(
         }
     };
     let mut left = parts.manager.read(Claims::pods);
-    left.retain(|uid| !roster.borrow().has(uid) && !listed.iter().any(|p| p.uid == *uid));
+    left.retain(|uid| !table.borrow().has(uid) && !listed.iter().any(|p| p.uid == *uid));
     for uid in left {
         match parts.manager.release(&parts.metrics, &uid).await {
             Ok(()) => {

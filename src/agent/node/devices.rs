@@ -23,7 +23,7 @@ use super::checkpoint::Checkpoint;
 use super::log_dropped_reply;
 use crate::metrics::Metrics;
 use crate::pod::relist::Hint;
-use crate::pod::roster::Roster;
+use crate::pod::table::PodTable;
 use holdfast_core::lock::lock;
 use holdfast_core::node::admit::Refusal;
 use holdfast_core::node::devices::checkpoint as format;
@@ -422,7 +422,7 @@ fn listen(dir: &Path) -> std::io::Result<UnixListener> {
 pub async fn run(
     parts: Arc<Parts>,
     runtime: Arc<dyn Runtime>,
-    roster: watch::Receiver<Roster>,
+    table: watch::Receiver<PodTable>,
     hints: mpsc::Sender<Hint>,
 ) {
     let dir = &parts.manager.dir;
@@ -437,7 +437,7 @@ pub async fn run(
     tokio::join!(
         serve_registration(listener, registrar),
         maintain_checkpoint(&parts),
-        release_deleted(&parts.manager, &*runtime, roster),
+        release_deleted(&parts.manager, &*runtime, table),
         notify_pods(&parts.manager, hints),
     );
 }
@@ -492,9 +492,9 @@ async fn notify_pods(manager: &DeviceManager, hints: mpsc::Sender<Hint>) {
 async fn release_deleted(
     manager: &DeviceManager,
     runtime: &dyn Runtime,
-    mut roster: watch::Receiver<Roster>,
+    mut table: watch::Receiver<PodTable>,
 ) {
-    if roster.wait_for(|roster| roster.complete).await.is_err() {
+    if table.wait_for(|table| table.complete).await.is_err() {
         return;
     }
     let listed = loop {
@@ -506,7 +506,7 @@ async fn release_deleted(
             }
         }
     };
-    let exists = |uid: &str| roster.borrow().has(uid) || listed.iter().any(|p| p.uid == uid);
+    let exists = |uid: &str| table.borrow().has(uid) || listed.iter().any(|p| p.uid == uid);
     manager.change(|state| state.devices.retain(exists));
 }
 

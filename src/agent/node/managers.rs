@@ -10,7 +10,7 @@ use holdfast_proto::cri as pb;
 use tokio::sync::watch;
 
 use super::ledger::LedgerHandle;
-use crate::pod::roster::Roster;
+use crate::pod::table::PodTable;
 use holdfast_config::Config;
 use holdfast_core::cpuset::format_list;
 use holdfast_core::node::cpus::checkpoint as cpus;
@@ -72,7 +72,7 @@ pub(crate) struct Parts {
 
 /// Binds containers to their CPUs and NUMA nodes, whenever assignments change and every `cpuManagerReconcilePeriod`.
 /// Also releases assignments of pods that no longer exist.
-pub async fn run(parts: Parts, roster: watch::Receiver<Roster>) {
+pub async fn run(parts: Parts, table: watch::Receiver<PodTable>) {
     if !parts.config.managers.pins_containers() {
         return std::future::pending().await;
     }
@@ -81,7 +81,7 @@ pub async fn run(parts: Parts, roster: watch::Receiver<Roster>) {
     loop {
         let _now = pinning.borrow_and_update();
         drop(_now);
-        binder.reconcile(&parts, &roster).await;
+        binder.reconcile(&parts, &table).await;
         tokio::select! {
             biased;
             Ok(()) = pinning.changed() => {}
@@ -118,10 +118,10 @@ struct Binder {
 }
 
 impl Binder {
-    async fn reconcile(&mut self, parts: &Parts, roster: &watch::Receiver<Roster>) {
+    async fn reconcile(&mut self, parts: &Parts, table: &watch::Receiver<PodTable>) {
         let result = match parts.runtime.running().await {
             Ok(running) => {
-                release_stale(parts, roster, &running).await;
+                release_stale(parts, table, &running).await;
                 self.bind(parts, &running).await
             }
             Err(error) => Err(error.to_string()),
@@ -167,16 +167,16 @@ impl Binder {
 /// Releases assignments of pods that were deleted while no agent was running.
 async fn release_stale(
     parts: &Parts,
-    roster: &watch::Receiver<Roster>,
+    table: &watch::Receiver<PodTable>,
     running: &[RunningContainer],
 ) {
     let pinning = Arc::clone(&parts.ledger.pinning().borrow());
     let stale: BTreeSet<String> = {
-        let roster = roster.borrow();
+        let table = table.borrow();
         let runs = |uid: &str| running.iter().any(|c| c.uid == uid);
         let deleted = pinning
             .pods()
-            .filter(|uid| roster.complete && !roster.has(uid) && !runs(uid));
+            .filter(|uid| table.complete && !table.has(uid) && !runs(uid));
         deleted.map(Into::into).collect()
     };
     for uid in stale {

@@ -56,7 +56,7 @@ pub use claims::ClaimManager;
 pub use devices::DeviceManager;
 pub use own::{AdmissionNode, OwnNode, REGISTER_AGAIN_AFTER, store_node};
 
-use super::pod::roster::Roster;
+use super::pod::table::PodTable;
 use holdfast_config::Config;
 use holdfast_core::node::capacity::{self, Limits, MachineSize};
 use holdfast_core::pod::resources::Amounts;
@@ -113,7 +113,7 @@ pub(crate) struct Parts {
 }
 
 /// Runs until the process exits.
-pub async fn run(parts: Parts, network: watch::Sender<Network>, roster: watch::Receiver<Roster>) {
+pub async fn run(parts: Parts, network: watch::Sender<Network>, table: watch::Receiver<PodTable>) {
     let (views, view) = watch::channel(RuntimeView::default());
     let (found, images) = watch::channel(None);
     let inputs = status::Inputs { view, images };
@@ -121,7 +121,7 @@ pub async fn run(parts: Parts, network: watch::Sender<Network>, roster: watch::R
         runtime::poll(&parts.runtime, &views, &network),
         runtime::images(&parts.runtime, &found),
         runtime::pod_addresses(&parts.runtime),
-        status::run(&parts.status, inputs, roster),
+        status::run(&parts.status, inputs, table),
         lease::run(&parts.lease),
         own::run(&parts.own),
         cgroup_tree::run(&parts.cgroup_tree),

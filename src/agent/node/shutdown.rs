@@ -21,7 +21,7 @@ use super::ledger::LedgerHandle;
 use crate::events::{Events, Kind};
 use crate::metrics::Metrics;
 use crate::pod::relist::Hint;
-use crate::{Known, KnownPods};
+use crate::pod::table::{Known, PodTable};
 use holdfast_config::Config;
 use holdfast_core::backoff::Doubling;
 use holdfast_core::node::shutdown::{self, Phase, REJECTED, STATE_FILE, Times};
@@ -88,7 +88,7 @@ pub(crate) struct Parts {
     pub metrics: Arc<Metrics>,
     pub ledger: LedgerHandle,
     pub node: Arc<OwnNode>,
-    pub roster: watch::Sender<KnownPods>,
+    pub table: watch::Receiver<PodTable>,
     /// Whether the machine is shutting down.
     pub shutting_down: watch::Sender<bool>,
 }
@@ -201,7 +201,7 @@ impl Watch<'_> {
                 BTreeSet::new()
             }
         };
-        to_restart.extend(rejected_static_pods(&self.parts.roster.borrow()));
+        to_restart.extend(rejected_static_pods(&self.parts.table.borrow()));
         tracing::warn!("the shutdown of the machine was cancelled: the node accepts pods again");
         self.parts.shutting_down.send_replace(false);
         self.emit_event("cancellation");
@@ -214,7 +214,7 @@ impl Watch<'_> {
 }
 
 /// Static pods that were rejected because of the shutdown.
-fn rejected_static_pods(pods: &KnownPods) -> BTreeSet<String> {
+fn rejected_static_pods(pods: &PodTable) -> BTreeSet<String> {
     let is_rejected = |known: &&Known| {
         let status = known.object.as_ref().and_then(|o| o.status.as_ref());
         pod::is_static(&known.pod) && status.is_some_and(|s| s.reason.as_deref() == Some(REJECTED))
@@ -294,8 +294,8 @@ async fn terminate_phase(parts: &Parts, phase: &Phase, deadline: Instant) {
 /// Waits until the API has the terminal statuses of a phase's pods.
 async fn wait_for_statuses(parts: &Parts, phase: &Phase, until: Instant) {
     let uids: BTreeSet<&str> = phase.pods.iter().map(|p| pod::uid(p)).collect();
-    let mut roster = parts.roster.subscribe();
-    let written = roster.wait_for(|known| uids.iter().all(|uid| has_terminal_status(known, uid)));
+    let mut table = parts.table.clone();
+    let written = table.wait_for(|known| uids.iter().all(|uid| has_terminal_status(known, uid)));
     if tokio::time::timeout_at(until, written).await.is_err() {
         tracing::warn!(
             priority = phase.priority,
@@ -311,7 +311,7 @@ async fn remaining(parts: &Parts, uids: &BTreeSet<&str>) -> impl Iterator<Item =
 }
 
 /// Whether the API has the pod's terminal status, or has no object for it.
-fn has_terminal_status(known: &KnownPods, uid: &str) -> bool {
+fn has_terminal_status(known: &PodTable, uid: &str) -> bool {
     let Some(known) = known.iter().find(|k| pod::uid(&k.pod) == uid) else {
         return true;
     };

@@ -17,7 +17,7 @@ use super::registration::{self, platform_patch};
 use super::runtime::RuntimeView;
 use super::{DeviceManager, OwnNode, deadline, limits, size};
 use crate::events::{Events, Kind};
-use crate::pod::roster::Roster;
+use crate::pod::table::PodTable;
 use crate::serving::Unserved;
 use crate::volume::AttachedDisks;
 use crate::volume::csi::Csi;
@@ -287,14 +287,14 @@ fn emit_start_events(parts: &Parts, before: &NodeStatus) {
 
 /// Waits until the Node object has been missing for a minute, and no pod without an API object is left. Before
 /// that the scheduler must not send pods here: the missing pods may run elsewhere already.
-async fn wait_until_missing(parts: &Parts, roster: &mut watch::Receiver<Roster>) {
+async fn wait_until_missing(parts: &Parts, table: &mut watch::Receiver<PodTable>) {
     if !parts.registration.config.register_node {
         return std::future::pending().await;
     }
     tokio::time::sleep(REGISTER_AGAIN_AFTER).await;
-    let has_left = |roster: &Roster| roster.complete && !roster.has_leaving();
+    let has_left = |table: &PodTable| table.complete && !table.has_leaving();
     // The dispatcher lives as long as the process.
-    if roster.wait_for(has_left).await.is_err() {
+    if table.wait_for(has_left).await.is_err() {
         return std::future::pending().await;
     }
     let (node, missing_for) = (
@@ -311,7 +311,7 @@ async fn wait_until_missing(parts: &Parts, roster: &mut watch::Receiver<Roster>)
 /// Registers the node and keeps its status up to date. A round runs every `nodeStatusUpdateFrequency`, and whenever one
 /// of these changes: the runtime's state, the machine's addresses, pressures, devices, whether the agent's HTTP API is
 /// served, shutdown, or a volume's use.
-pub(super) async fn run(parts: &Parts, mut inputs: Inputs, mut roster: watch::Receiver<Roster>) {
+pub(super) async fn run(parts: &Parts, mut inputs: Inputs, mut table: watch::Receiver<PodTable>) {
     let Some(api) = parts.node.api() else {
         return std::future::pending().await;
     };
@@ -354,7 +354,7 @@ pub(super) async fn run(parts: &Parts, mut inputs: Inputs, mut roster: watch::Re
         let node = tokio::select! {
             biased;
             node = parts.node.wait_until_present() => node,
-            () = wait_until_missing(parts, &mut roster) => {
+            () = wait_until_missing(parts, &mut table) => {
                 let (inputs, extended) = (&rounds.inputs, Extended::Kept);
                 let status = || compute(parts, inputs, &NodeStatus::default(), extended);
                 let node = registration::register(&parts.registration, &*api, status).await;

@@ -9,8 +9,8 @@ use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use tokio::sync::watch;
 
-use crate::KnownPods;
 use crate::events::{Events, Kind};
+use crate::pod::table::PodTable;
 use holdfast_config::Config;
 use holdfast_core::node::collection::{
     ContainerDecision, DeadContainer, Decision, Failures, PodState, decide_containers,
@@ -30,7 +30,7 @@ pub(crate) struct Parts {
     pub host: Arc<dyn PodHost>,
     pub clock: Clock,
     pub events: Events,
-    pub roster: watch::Sender<KnownPods>,
+    pub table: watch::Receiver<PodTable>,
 }
 
 /// Runs until the process exits.
@@ -62,7 +62,7 @@ pub async fn find(parts: &Parts, disk_pressure: bool) -> Result<Vec<ContainerDec
     let dead = parts.runtime.dead_containers().await;
     let dead = dead.map_err(|e| format!("containers cannot be listed: {e}"))?;
     let known: HashMap<String, bool> = parts
-        .roster
+        .table
         .borrow()
         .iter()
         .map(|known| {

@@ -15,13 +15,12 @@ use tracing::Instrument as _;
 use super::heartbeats::Heartbeats;
 use super::inbox::Inbox;
 use super::relist::{Hint, ObservedFingerprints};
-use super::roster::Roster;
 use super::sources::Statics;
+use super::table::{Entry, Known, PodTable};
 use super::worker;
 use crate::metrics::Metrics;
 use crate::node::OwnNode;
 use crate::node::ledger::LedgerHandle;
-use crate::{Known, KnownPods};
 use holdfast_config::Config;
 use holdfast_core::node::offline::{self, OfflineStart};
 use holdfast_core::pod;
@@ -70,7 +69,7 @@ pub(crate) struct Parts {
     /// The runtime's last reported network state.
     pub network: watch::Receiver<Network>,
     pub node: Arc<OwnNode>,
-    pub roster: watch::Sender<KnownPods>,
+    pub table: watch::Sender<PodTable>,
     pub workers: Arc<worker::Parts>,
 }
 
@@ -82,7 +81,6 @@ struct Dispatcher {
     names: BTreeMap<String, BTreeSet<String>>,
     seen: ObservedFingerprints,
     finished: mpsc::Sender<String>,
-    roster: watch::Sender<Roster>,
     network: Network,
     /// The uids whose leftovers are being removed, and the names of static pods that wait for the removal.
     clearing: watch::Receiver<BTreeSet<String>>,
@@ -95,12 +93,7 @@ struct Dispatcher {
 }
 
 /// Runs until the process exits.
-pub async fn run(
-    parts: Parts,
-    mut inputs: Inputs,
-    seen: ObservedFingerprints,
-    roster: watch::Sender<Roster>,
-) {
+pub async fn run(parts: Parts, mut inputs: Inputs, seen: ObservedFingerprints) {
     let (started, offline) = (Instant::now(), parts.config.offline_start);
     let (finished, mut endings) = mpsc::channel(256);
     let mut networks = parts.network.clone();
@@ -112,7 +105,6 @@ pub async fn run(
         names: BTreeMap::new(),
         seen,
         finished,
-        roster,
         clearing: inputs.clearing.clone(),
         uncleared: BTreeSet::new(),
         has_api: inputs.api.is_none(),
@@ -348,33 +340,57 @@ impl Dispatcher {
 
     /// Sends the desired state of some names to their workers. Starts missing workers in the order of admission.
     fn update(&mut self, names: BTreeSet<String>) {
-        let mut wanted = vec![];
+        let (mut wanted, mut entries) = (vec![], vec![]);
         for name in &names {
             let updates = self.desired.of(name);
             if self.is_ready() {
                 self.remove_unwanted(name, &updates);
             }
-            self.publish_desired(name, &updates);
+            entries.push((name, self.entry(name, &updates)));
             wanted.extend(updates);
         }
         // Published before any worker starts, so that the cleanup does not take the pod's directories for leftovers.
-        self.publish_roster(&names);
+        self.publish(entries);
         wanted.sort_by_cached_key(Update::admission_order);
         for update in wanted {
             self.apply(update);
         }
     }
 
-    fn publish_desired(&self, name: &str, updates: &[Update]) {
+    /// The pods of a name, for the table.
+    fn entry(&self, name: &str, updates: &[Update]) -> Entry {
         let seen = self.parts.clock.now();
-        let known = updates.iter().map(|update| Known {
+        let known = |update: &Update| Known {
             pod: Arc::clone(&update.pod),
             object: update.object.clone(),
             seen,
+        };
+        let mut uids = self.names.get(name).cloned().unwrap_or_default();
+        let mut leaving = uids.clone();
+        leaving.retain(|uid| !self.desired.uids(name).any(|wanted| wanted == uid));
+        uids.extend(self.desired.uids(name).map(str::to_owned));
+        let is_blocked =
+            !self.is_ready() || self.is_name_blocked(name) || self.desired.has_static(name);
+        let orphan = self.desired.mirror(name).filter(|_| !is_blocked);
+        Entry {
+            pods: updates.iter().map(known).collect(),
+            uids,
+            leaving,
+            orphaned_mirror: orphan.cloned(),
+        }
+    }
+
+    /// Publishes the pods of some names in the table.
+    fn publish(&self, entries: Vec<(&String, Entry)>) {
+        let complete = self.is_ready();
+        // Readers are woken by changes only: most events change no pod.
+        self.parts.table.send_if_modified(|table| {
+            let mut changed = std::mem::replace(&mut table.complete, complete) != complete;
+            for (name, entry) in entries {
+                changed |= table.set(name, entry);
+            }
+            changed
         });
-        self.parts
-            .roster
-            .send_modify(|pods| pods.set(name, known.collect()));
     }
 
     fn remove_unwanted(&mut self, name: &str, wanted: &[Update]) {
@@ -496,27 +512,6 @@ impl Dispatcher {
             };
             self.start(orphan.uid.clone(), full_name, update);
         }
-    }
-
-    fn publish_roster(&self, names: &BTreeSet<String>) {
-        let complete = self.is_ready();
-        // The task that deletes orphaned mirrors is woken by changes only: an
-        // event without a change must not cause a retry.
-        self.roster.send_if_modified(|roster| {
-            let mut changed = std::mem::replace(&mut roster.complete, complete) != complete;
-            for name in names {
-                let mut uids = self.names.get(name).cloned().unwrap_or_default();
-                let mut leaving = uids.clone();
-                leaving.retain(|uid| !self.desired.uids(name).any(|wanted| wanted == uid));
-                changed |= roster.set_leaving(name, leaving);
-                uids.extend(self.desired.uids(name).map(str::to_owned));
-                let is_blocked =
-                    !complete || self.is_name_blocked(name) || self.desired.has_static(name);
-                let orphan = self.desired.mirror(name).filter(|_| !is_blocked);
-                changed |= roster.set(name, uids, orphan);
-            }
-            changed
-        });
     }
 }
 

@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::mirror;
-use super::roster::Roster;
+use super::table::PodTable;
 use crate::metrics::Metrics;
 use crate::node::ledger::LedgerHandle;
 use crate::volume;
@@ -120,9 +120,9 @@ pub(crate) struct Parts {
 
 /// Removes leftovers of deleted pods until the process exits. A worker returns only after all resources of its pod are
 /// released, so leftovers come from an earlier agent that was stopped or killed.
-pub async fn sweep(parts: Arc<Parts>, mut roster: watch::Receiver<Roster>, clearing: Clearing) {
+pub async fn sweep(parts: Arc<Parts>, mut table: watch::Receiver<PodTable>, clearing: Clearing) {
     // The dispatcher runs as long as the process.
-    if roster.wait_for(|roster| roster.complete).await.is_err() {
+    if table.wait_for(|table| table.complete).await.is_err() {
         return;
     }
     // Each removal has its own task: a driver that hangs for one pod does not delay others.
@@ -146,7 +146,7 @@ pub async fn sweep(parts: Arc<Parts>, mut roster: watch::Receiver<Roster>, clear
             }
             () = tokio::time::sleep_until(next_search) => {}
         }
-        let found = find_orphans(&parts, &roster).await;
+        let found = find_orphans(&parts, &table).await;
         let now = Instant::now();
         match found {
             Ok(orphans) => {
@@ -155,8 +155,8 @@ pub async fn sweep(parts: Arc<Parts>, mut roster: watch::Receiver<Roster>, clear
                     let guard = ClearingGuard::begin(&clearing, &uid);
                     // The pod may have been recreated since the search. The dispatcher publishes its
                     // pods before it reads `clearing`, and this task sets `clearing` before it reads
-                    // the roster: at least one of them sees the other.
-                    if roster.borrow().has(&uid) {
+                    // the table: at least one of them sees the other.
+                    if table.borrow().has(&uid) {
                         removals.finish(&uid, false, now);
                     } else {
                         let failures = Arc::clone(&failures);
@@ -178,12 +178,12 @@ pub async fn sweep(parts: Arc<Parts>, mut roster: watch::Receiver<Roster>, clear
 /// Returns the uids with leftovers on this node that are unknown to the dispatcher and the runtime.
 async fn find_orphans(
     parts: &Parts,
-    roster: &watch::Receiver<Roster>,
+    table: &watch::Receiver<PodTable>,
 ) -> Result<BTreeSet<String>, RuntimeError> {
     let in_runtime = parts.runtime.list().await?;
     let leftovers = parts.host.leftovers().await;
-    let roster = roster.borrow();
-    let is_known = |uid: &String| roster.has(uid) || in_runtime.iter().any(|p| p.uid == *uid);
+    let table = table.borrow();
+    let is_known = |uid: &String| table.has(uid) || in_runtime.iter().any(|p| p.uid == *uid);
     Ok(leftovers.into_iter().filter(|uid| !is_known(uid)).collect())
 }
 
@@ -256,7 +256,7 @@ fn mirrors_to_delete(orphaned: &BTreeMap<String, Arc<Pod>>) -> BTreeMap<String, 
 pub async fn delete_mirrors(
     api: Arc<dyn PodApi>,
     clock: Clock,
-    mut roster: watch::Receiver<Roster>,
+    mut table: watch::Receiver<PodTable>,
 ) {
     let mut tasks = JoinSet::<(String, bool)>::new();
     let mut removals = Removals::default();
@@ -264,7 +264,7 @@ pub async fn delete_mirrors(
     // Deletions that the API has accepted, though the watch may not have reported them yet.
     let mut accepted = BTreeSet::new();
     loop {
-        let mirrors = mirrors_to_delete(&roster.borrow_and_update().orphaned_mirrors);
+        let mirrors = mirrors_to_delete(&table.borrow_and_update().orphaned_mirrors);
         accepted.retain(|uid| mirrors.contains_key(uid));
         let open = mirrors.keys().filter(|uid| !accepted.contains(*uid));
         for uid in removals.begin(&open.cloned().collect(), Instant::now()) {
@@ -280,7 +280,7 @@ pub async fn delete_mirrors(
             // The order is fixed, so that a simulated run replays exactly.
             biased;
             // Cancel-safe: a finished task is either taken or stays in the set,
-            // and the loop reads the latest roster at its top.
+            // and the loop reads the latest table at its top.
             Some(ended) = tasks.join_next() => {
                 // Tasks are never aborted, and a panic terminates the process.
                 if let Ok((uid, has_failed)) = ended {
@@ -291,7 +291,7 @@ pub async fn delete_mirrors(
                 }
             }
             () = async { match again { Some(at) => tokio::time::sleep_until(at).await, None => std::future::pending().await } } => {}
-            changed = roster.changed() => if changed.is_err() { return },
+            changed = table.changed() => if changed.is_err() { return },
         }
     }
 }

@@ -11,9 +11,9 @@ use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::{Mutex, OnceCell};
 use tokio::time::Instant;
 
-use super::Known;
 use super::Server;
 use super::logs;
+use crate::pod::table::Known;
 use crate::volume::csi;
 use holdfast_config::OwnCgroups;
 use holdfast_core::lock::lock;
@@ -468,7 +468,7 @@ fn placed(server: &Server, running: Vec<RunningContainer>) -> Vec<Placed> {
         let own = by_pod.entry(container.uid.clone()).or_default();
         own.push(container);
     }
-    let roster = parts.roster.borrow();
+    let table = parts.table.borrow();
     let place = |known: &Known| {
         let own = by_pod.remove(pod::uid(&known.pod))?;
         let of = |id: Option<&str>| parts.host.cgroup_path(&known.pod, id);
@@ -484,7 +484,7 @@ fn placed(server: &Server, running: Vec<RunningContainer>) -> Vec<Placed> {
                 .collect(),
         })
     };
-    roster.iter().filter_map(place).collect()
+    table.iter().filter_map(place).collect()
 }
 
 fn settings(server: &Server) -> std::sync::MutexGuard<'_, HashMap<String, Settings>> {

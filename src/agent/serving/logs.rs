@@ -14,9 +14,9 @@ use kube::ResourceExt as _;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::Known;
 use super::Refusal;
 use super::Server;
+use crate::pod::table::Known;
 use holdfast_core::pod;
 use holdfast_core::pod::observed::{Container, ContainerState, ObservedPod};
 use holdfast_core::serving::logs::Decoder;

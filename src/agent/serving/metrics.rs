@@ -8,10 +8,11 @@ use kube::ResourceExt as _;
 
 use super::Refusal;
 use super::figures::{self, ContainerFigures, PodFigures, Snapshot};
-use super::{Known, KnownPods, Server, page};
+use super::{Server, page};
 use crate::node::credentials::Pair;
 use crate::node::ledger::LedgerHandle;
 use crate::node::{ClaimManager, claim_metrics, manager_metrics};
+use crate::pod::table::{Known, PodTable};
 use holdfast_core::node::features::FEATURES;
 use holdfast_core::pod;
 use holdfast_core::serving::cgroup_stats::{Depth, Usage};
@@ -202,8 +203,8 @@ async fn write_managers(out: &mut Page, parts: &super::Parts) {
     manager_metrics::write(&parts.managers.ledger.managers().await, out);
     let rules = &parts.config.enforcement;
     if rules.memory.is_some() {
-        let roster = parts.roster.borrow();
-        let pods = roster.iter().map(|known| &*known.pod);
+        let table = parts.table.borrow();
+        let pods = table.iter().map(|known| &*known.pod);
         let alive: Vec<_> = pods.filter(|pod| !pod::is_terminal(pod)).collect();
         manager_metrics::write_protected(rules, &alive, out);
     }
@@ -337,7 +338,7 @@ fn logs(out: &mut Page, server: &Server) {
         "gauge",
         "Bytes used by the container's logs on the filesystem.",
     );
-    for known in server.parts.roster.borrow().iter() {
+    for known in server.parts.table.borrow().iter() {
         let uid = pod::uid(&known.pod);
         let (namespace, pod) = (
             known.pod.namespace().unwrap_or_default(),
@@ -356,8 +357,8 @@ fn logs(out: &mut Page, server: &Server) {
 }
 
 /// The pods assigned to this node.
-fn write_desired_pods(out: &mut Page, roster: &KnownPods) {
-    let statics = roster.iter().filter(|k| pod::is_static(&k.pod)).count();
+fn write_desired_pods(out: &mut Page, table: &PodTable) {
+    let statics = table.iter().filter(|k| pod::is_static(&k.pod)).count();
     let name = "kubelet_desired_pods";
     out.family(
         name,
@@ -367,11 +368,11 @@ fn write_desired_pods(out: &mut Page, roster: &KnownPods) {
     out.sample(
         name,
         &[("static", "")],
-        (roster.iter().count() - statics) as f64,
+        (table.iter().count() - statics) as f64,
         None,
     )
     .sample(name, &[("static", "true")], statics as f64, None);
-    let mirrors = roster
+    let mirrors = table
         .iter()
         .filter(|k| pod::is_static(&k.pod) && k.object.is_some())
         .count();
@@ -382,7 +383,7 @@ fn write_desired_pods(out: &mut Page, roster: &KnownPods) {
         &[],
         mirrors as f64,
     );
-    let guests = roster
+    let guests = table
         .iter()
         .map(|k| {
             pod::spec(&k.pod)
@@ -398,7 +399,7 @@ fn write_desired_pods(out: &mut Page, roster: &KnownPods) {
         &[],
         guests as f64,
     );
-    let active = roster
+    let active = table
         .iter()
         .filter(|k| !pod::is_terminal(k.status_object()))
         .count();
@@ -412,7 +413,7 @@ fn write_desired_pods(out: &mut Page, roster: &KnownPods) {
 }
 
 /// The pods assigned to this node, by lifecycle.
-fn working_pods(out: &mut Page, roster: &KnownPods) {
+fn working_pods(out: &mut Page, table: &PodTable) {
     let name = "kubelet_working_pods";
     out.family(
         name,
@@ -429,14 +430,14 @@ fn working_pods(out: &mut Page, roster: &KnownPods) {
                 ("lifecycle", lifecycle),
                 ("static", if is_static { "true" } else { "" }),
             ];
-            let count = roster.iter().filter(of).count();
+            let count = table.iter().filter(of).count();
             out.sample(name, &labels, count as f64, None);
         }
     }
 }
 
 /// Pending and running resizes of pods.
-fn resizes(out: &mut Page, roster: &KnownPods) {
+fn resizes(out: &mut Page, table: &PodTable) {
     let resizes = |kind: &str, reason: Option<&str>| {
         let has = |known: &&Known| {
             let status = known.status_object().status.as_ref();
@@ -447,7 +448,7 @@ fn resizes(out: &mut Page, roster: &KnownPods) {
                 c.type_ == kind && reason.is_none_or(|reason| c.reason.as_deref() == Some(reason))
             })
         };
-        roster.iter().filter(has).count() as f64
+        table.iter().filter(has).count() as f64
     };
     let name = "kubelet_pod_pending_resizes";
     out.family(name, "gauge", "Number of pending resizes for pods.");
@@ -597,10 +598,12 @@ async fn own(server: &Arc<Server>) -> Response<Body> {
         &[],
         if parts.machine.cgroup_v2 { 2.0 } else { 1.0 },
     );
-    let roster = parts.roster.borrow().clone();
-    write_desired_pods(&mut out, &roster);
-    working_pods(&mut out, &roster);
-    resizes(&mut out, &roster);
+    {
+        let table = parts.table.borrow();
+        write_desired_pods(&mut out, &table);
+        working_pods(&mut out, &table);
+        resizes(&mut out, &table);
+    }
     write_managers(&mut out, parts).await;
     write_running(&mut out, server).await;
     volumes(&mut out, server);

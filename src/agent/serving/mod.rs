@@ -20,7 +20,6 @@ mod stats;
 mod streams;
 mod views;
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,7 +28,6 @@ use hyper::body::Incoming;
 use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 use tokio::sync::watch;
 use tracing::Instrument as _;
@@ -38,6 +36,7 @@ use super::Csi;
 use super::metrics::{Metrics, RequestInFlight};
 use super::pod::heartbeats::Heartbeats;
 use super::pod::journal::Journals;
+use super::pod::table::{Known, PodTable};
 use access::Access;
 use holdfast_config::Config;
 use holdfast_core::pod;
@@ -70,50 +69,6 @@ const OTHER_LIMITS: Limits = Limits {
     idle: Some(Duration::from_secs(30)),
 };
 
-/// A pod of this node, and the API object with its status.
-#[derive(Debug, Clone)]
-pub struct Known {
-    /// The pod as read from its source.
-    pub pod: Arc<Pod>,
-    /// The pod itself, or a static pod's mirror.
-    pub object: Option<Arc<Pod>>,
-    /// When this agent first observed the pod.
-    pub seen: Timestamp,
-}
-
-impl Known {
-    /// The object with the authoritative status.
-    pub(super) fn status_object(&self) -> &Pod {
-        self.object.as_ref().unwrap_or(&self.pod)
-    }
-}
-
-/// All pods assigned to this node.
-#[derive(Debug, Clone, Default)]
-pub struct KnownPods(BTreeMap<String, Vec<Known>>);
-
-impl KnownPods {
-    /// Sets the pods of a full name. A known pod keeps the time of its first observation.
-    pub fn set(&mut self, name: &str, mut pods: Vec<Known>) {
-        for known in &mut pods {
-            let before = self.0.get(name).into_iter().flatten();
-            let uid = pod::uid(&known.pod);
-            let before = before.filter(|b| pod::uid(&b.pod) == uid);
-            known.seen = before.map(|b| b.seen).fold(known.seen, Timestamp::min);
-        }
-        if pods.is_empty() {
-            self.0.remove(name);
-        } else {
-            self.0.insert(name.to_owned(), pods);
-        }
-    }
-
-    /// All pods, in the order of their names.
-    pub fn iter(&self) -> impl Iterator<Item = &Known> {
-        self.0.values().flatten()
-    }
-}
-
 /// An error response: the status code and a sentence.
 #[derive(Debug, PartialEq, Eq)]
 struct Refusal(StatusCode, String);
@@ -135,7 +90,7 @@ pub(crate) struct Parts {
     pub clock: Clock,
     pub machine: Arc<Machine>,
     pub metrics: Arc<Metrics>,
-    pub roster: watch::Sender<KnownPods>,
+    pub table: watch::Receiver<PodTable>,
     pub journals: Arc<Journals>,
     pub heartbeats: Arc<Heartbeats>,
     pub csi: Arc<Csi>,
@@ -172,7 +127,7 @@ impl Server {
             uid && pod.name_any() == place.pod
                 && pod.namespace().unwrap_or_default() == place.namespace
         };
-        self.parts.roster.borrow().iter().find(fits).cloned()
+        self.parts.table.borrow().iter().find(fits).cloned()
     }
 
     /// The runtime's image directory and sandbox image, read once.

@@ -10,10 +10,10 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 
-use super::Known;
 use super::Refusal;
 use super::Server;
 use crate::pod::heartbeats::Heartbeats;
+use crate::pod::table::Known;
 use holdfast_config::Config;
 use holdfast_core::pod;
 use holdfast_core::serving::health::Health;
@@ -96,7 +96,7 @@ pub fn pods(server: &Arc<Server>) -> Response<Body> {
         };
         marked(pod, known.seen)
     };
-    let items: Vec<Pod> = server.parts.roster.borrow().iter().map(of).collect();
+    let items: Vec<Pod> = server.parts.table.borrow().iter().map(of).collect();
     as_json(&json!({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": items}))
 }
 
@@ -161,7 +161,6 @@ pub fn flags() -> Response<Body> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::serving::KnownPods;
 
     fn made(uid: &str, annotations: Value) -> Pod {
         let metadata =
@@ -179,20 +178,5 @@ mod tests {
         );
         let own = json!({pod::SOURCE: "file", pod::SEEN: "then", pod::HASH: "h"});
         assert_eq!(annotations(made("u", own.clone())), own);
-    }
-
-    #[test]
-    fn the_first_seen_time_of_a_pod_does_not_change() {
-        let mut pods = KnownPods::default();
-        for (uid, second, first) in [("u", 10, 10), ("u", 20, 10), ("v", 30, 30), ("u", 40, 40)] {
-            let known = Known {
-                pod: Arc::new(made(uid, json!({}))),
-                object: None,
-                seen: Timestamp::from_second(second).expect("a time"),
-            };
-            pods.set("p_n", vec![known]);
-            let seen: Vec<i64> = pods.iter().map(|k| k.seen.as_second()).collect();
-            assert_eq!(seen, [first], "{uid} at {second}");
-        }
     }
 }

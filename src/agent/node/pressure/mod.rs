@@ -23,11 +23,11 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::ledger::LedgerHandle;
-use crate::KnownPods;
 use crate::events::{Events, Kind};
 use crate::image::collect;
 use crate::metrics::Metrics;
 use crate::pod::dead_containers;
+use crate::pod::table::PodTable;
 use holdfast_config::Config;
 use holdfast_core::node::eviction::{
     Amount, Assessment, Candidate, Observations, PodFigures, Pressure, Pressures, Resource,
@@ -64,7 +64,7 @@ pub(crate) struct Parts {
     pub events: Events,
     pub metrics: Arc<Metrics>,
     pub ledger: LedgerHandle,
-    pub roster: watch::Sender<KnownPods>,
+    pub table: watch::Receiver<PodTable>,
     /// The node's current resource pressures.
     pub pressures: watch::Sender<Pressures>,
     pub images: Arc<collect::Parts>,

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 use super::Parts;
 use super::measure::Part;
-use crate::Known;
+use crate::pod::table::Known;
 use holdfast_core::node::eviction::{Candidate, ContainerFigures, PodFigures, Resource};
 use holdfast_core::pod;
 use holdfast_core::pod::priority::is_critical;
@@ -33,7 +33,7 @@ const WALK_SLOT_TIME: Duration = Duration::from_secs(5);
 /// period may be longer than the node can wait.
 async fn pods(parts: &Parts) -> Vec<(Arc<Pod>, Option<Known>)> {
     let known: HashMap<String, Known> = parts
-        .roster
+        .table
         .borrow()
         .iter()
         .map(|k| (pod::uid(&k.pod).to_owned(), k.clone()))
