@@ -15,6 +15,7 @@ use super::Server;
 use super::logs;
 use crate::pod::table::Known;
 use crate::volume::csi;
+use crate::volume::figures::VolumeFigures;
 use holdfast_config::OwnCgroups;
 use holdfast_core::lock::lock;
 use holdfast_core::node::topology::Topology;
@@ -142,23 +143,6 @@ impl Snapshot {
             .chain([("/".to_owned(), self.machine.usage.cpu)])
             .collect()
     }
-}
-
-/// The usage of a volume.
-#[derive(Debug, Clone, Default)]
-pub struct VolumeFigures {
-    /// The volume's name in the pod.
-    pub name: String,
-    /// The pod's namespace.
-    pub namespace: String,
-    /// The claim's name.
-    pub claim: Option<String>,
-    /// Bytes: used, capacity, available.
-    pub bytes: (u64, u64, u64),
-    /// Inodes: used, capacity, free.
-    pub inodes: (u64, u64, u64),
-    /// Whether the CSI driver reports the volume as abnormal.
-    pub abnormal: Option<bool>,
 }
 
 /// The disk usage of a pod.

@@ -13,6 +13,7 @@ use crate::node::credentials::Pair;
 use crate::node::ledger::LedgerHandle;
 use crate::node::{ClaimManager, claim_metrics, manager_metrics};
 use crate::pod::table::{Known, PodTable};
+use crate::volume::figures::VolumeFigures;
 use holdfast_core::node::features::FEATURES;
 use holdfast_core::pod;
 use holdfast_core::serving::cgroup_stats::{Depth, Usage};
@@ -266,7 +267,7 @@ fn volumes(out: &mut Page, server: &Server) {
         (
             "kubelet_volume_stats_capacity_bytes",
             "Capacity in bytes of the volume",
-            (|v| v.bytes.1) as fn(&figures::VolumeFigures) -> u64,
+            (|v| v.bytes.1) as fn(&VolumeFigures) -> u64,
         ),
         (
             "kubelet_volume_stats_available_bytes",
@@ -312,7 +313,7 @@ fn volumes(out: &mut Page, server: &Server) {
 }
 
 /// The health of volumes, as CSI drivers report it.
-fn abnormal(out: &mut Page, volumes: &[figures::VolumeFigures]) {
+fn abnormal(out: &mut Page, volumes: &[VolumeFigures]) {
     let name = "kubelet_volume_stats_health_status_abnormal";
     out.family(
         name,

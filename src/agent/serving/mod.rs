@@ -32,11 +32,11 @@ use kube::ResourceExt as _;
 use tokio::sync::watch;
 use tracing::Instrument as _;
 
-use super::Csi;
 use super::metrics::{Metrics, RequestInFlight};
 use super::pod::heartbeats::Heartbeats;
 use super::pod::journal::Journals;
 use super::pod::table::{Known, PodTable};
+use super::volume::csi::Csi;
 use access::Access;
 use holdfast_config::Config;
 use holdfast_core::pod;
@@ -52,7 +52,6 @@ use holdfast_sys::machine::Machine;
 use holdfast_sys::service;
 use listen::Part;
 
-pub use figures::VolumeFigures;
 pub use listen::Unserved;
 pub use sessions::Sessions;
 

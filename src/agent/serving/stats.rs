@@ -11,8 +11,9 @@ use serde_json::{Map, Value, json};
 
 use super::Refusal;
 use super::Server;
-use super::figures::{self, DiskFigures, PodFigures, VolumeFigures};
+use super::figures::{self, DiskFigures, PodFigures};
 use super::views;
+use crate::volume::figures::VolumeFigures;
 use holdfast_core::pod;
 use holdfast_core::serving::cgroup_stats::{Depth, Usage};
 use holdfast_core::serving::machine_stats::Interface;

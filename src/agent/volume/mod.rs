@@ -3,6 +3,7 @@
 
 pub(crate) mod attached;
 pub mod csi;
+pub(crate) mod figures;
 pub(crate) mod growth;
 mod labels;
 pub mod objects;

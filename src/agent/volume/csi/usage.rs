@@ -5,7 +5,7 @@ use std::time::Duration;
 use holdfast_proto::csi as pb;
 
 use super::{Csi, VolumeError, failed, lock, staged};
-use crate::serving::VolumeFigures;
+use crate::volume::figures::VolumeFigures;
 use holdfast_host::HostError;
 use holdfast_host::volume::csi::Published;
 use holdfast_sys::machine::Room;
