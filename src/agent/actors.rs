@@ -11,8 +11,8 @@ use crate::image::{self, Images, collect};
 use crate::metrics::Metrics;
 use crate::node::ledger::LedgerHandle;
 use crate::node::{
-    self, ClaimManager, DeviceManager, OwnNode, cgroup_tree, claims, devices, lease, ledger,
-    log_rotation, managers, network, own, pressure, registration, runtime, shutdown, status,
+    self, ClaimManager, DeviceManager, OwnNode, binding, cgroup_tree, claims, devices, lease,
+    ledger, log_rotation, network, own, pressure, registration, runtime, shutdown, status,
 };
 use crate::pod::heartbeats::Heartbeats;
 use crate::pod::journal::Journals;
@@ -98,7 +98,7 @@ pub(crate) struct Actors {
     pub dispatch: dispatch::Parts,
     pub ledger: Arc<ledger::Parts>,
     pub orphans: Arc<orphans::Parts>,
-    pub managers: managers::Parts,
+    pub binding: binding::Parts,
     pub mirrors: (Arc<dyn PodApi>, Clock),
     pub shutdown: Arc<shutdown::Parts>,
     pub relist: relist::Parts,
@@ -151,7 +151,7 @@ impl Actors {
             dispatch: parts.dispatch(&published, &volumes),
             ledger: Arc::new(parts.ledger(&published)),
             orphans: Arc::new(parts.orphans(&volumes)),
-            managers: parts.managers(),
+            binding: parts.binding(),
             mirrors: (Arc::clone(&parts.api), parts.clock),
             shutdown: Arc::new(parts.shutdown(&published)),
             relist: parts.relist(&published),
@@ -471,8 +471,8 @@ impl Parts {
         }
     }
 
-    fn managers(&self) -> managers::Parts {
-        managers::Parts {
+    fn binding(&self) -> binding::Parts {
+        binding::Parts {
             config: Arc::clone(&self.config),
             runtime: Arc::clone(&self.runtime),
             ledger: self.ledger.clone(),

@@ -121,7 +121,7 @@ impl Agent {
         let dispatch = Box::pin(pod::dispatch::run(actors.dispatch, inputs, seen.clone()));
         let ledger = node::ledger::run(actors.ledger, self.ledger);
         let sweep = Box::pin(pod::orphans::sweep(actors.orphans, table.clone(), clearing));
-        let binding = Box::pin(node::managers::run(actors.managers, table.clone()));
+        let binding = Box::pin(node::binding::run(actors.binding, table.clone()));
         let (api, clock) = actors.mirrors;
         let mirrors = Box::pin(pod::orphans::delete_mirrors(api, clock, table.clone()));
         let shutdown = node::shutdown::run(actors.shutdown, self.announcer, hints.clone());

@@ -16,11 +16,12 @@
 //! out-of-memory kills; `shutdown` terminates pods when the machine shuts down; `devices::run` registers
 //! device plugins; `claims::run` releases leftover resource claims; `slices::run` deletes ResourceSlices of
 //! unavailable drivers; `network::run` updates the machine's addresses and resolver configuration;
-//! `managers::run` binds containers to their CPUs and NUMA nodes.
+//! `binding::run` binds containers to their CPUs and NUMA nodes.
 //!
 //! The loops exchange the latest values through `watch` channels. Every request has a deadline.
 
 mod api;
+pub mod binding;
 pub(crate) mod cgroup_tree;
 mod checkpoint;
 pub mod claim_metrics;

@@ -357,6 +357,13 @@ fn logs(out: &mut Page, server: &Server) {
     }
 }
 
+/// The pods of this node.
+fn write_pods(out: &mut Page, table: &PodTable) {
+    write_desired_pods(out, table);
+    working_pods(out, table);
+    resizes(out, table);
+}
+
 /// The pods assigned to this node.
 fn write_desired_pods(out: &mut Page, table: &PodTable) {
     let statics = table.iter().filter(|k| pod::is_static(&k.pod)).count();
@@ -599,12 +606,7 @@ async fn own(server: &Arc<Server>) -> Response<Body> {
         &[],
         if parts.machine.cgroup_v2 { 2.0 } else { 1.0 },
     );
-    {
-        let table = parts.table.borrow();
-        write_desired_pods(&mut out, &table);
-        working_pods(&mut out, &table);
-        resizes(&mut out, &table);
-    }
+    write_pods(&mut out, &parts.table.borrow());
     write_managers(&mut out, parts).await;
     write_running(&mut out, server).await;
     volumes(&mut out, server);

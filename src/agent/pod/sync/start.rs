@@ -399,11 +399,8 @@ async fn container_config(
     images: &Pulled,
 ) -> std::result::Result<pb::ContainerConfig, Fault> {
     let container = &start.container;
-    let given = s
-        .parts
-        .containers
-        .devices
-        .prepare(pod::uid(s.pod), &container.name);
+    let devices = &s.parts.containers.devices;
+    let given = devices.prepare(pod::uid(s.pod), &container.name);
     let given = given.await.map_err(Fault::later)?;
     let claimed = match s.job.update.with_status() {
         pod if has_claims(pod) => s
@@ -431,7 +428,7 @@ async fn container_config(
             mounts.push(mount);
         }
     }
-    let mut devices = devices(s, container).await?;
+    let mut devices = block_devices(s, container).await?;
     devices.extend(given.devices);
     let image_user = (images.own.uid, images.own.username.clone());
     let target = target(s, start)?;
@@ -525,7 +522,7 @@ async fn volume_mount(
 }
 
 /// Converts a container's block volumes to devices.
-async fn devices(
+async fn block_devices(
     s: &Starting<'_>,
     container: &Container,
 ) -> std::result::Result<Vec<pb::Device>, Fault> {
