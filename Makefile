@@ -93,6 +93,9 @@ check: ## Check format, lints and, with cargo-deny, licences and sources
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny --offline check licenses bans sources; else echo "cargo-deny is not installed; licences are not checked"; fi
 
+proto: ## Generate the code of changed protocol files
+	HOLDFAST_UPDATE=1 $(CARGO) test --locked --workspace --test generated
+
 # With opt-level 1, a seed takes less than half the time.
 sim: ## Run many seeds of the simulation (SEEDS=5000)
 	HOLDFAST_SEEDS=$(or $(SEEDS),5000) CARGO_PROFILE_DEV_OPT_LEVEL=1 $(CARGO) test --locked --workspace --test sim $(FLAGS)
@@ -123,4 +126,4 @@ bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENC
 bench-cni: test-deps cni ## Compare the CNI plugins with the distribution's
 	HOLDFAST_CNI=$(CURDIR)/$(dir $(DIST))holdfast-cni $(CARGO) bench --locked -p holdfast-cni --bench cni
 
-.PHONY: help install uninstall dist cni runtimes kubectls machine sim fuzz soak rounds power deps test-deps test-all-deps build up down test test-all check bench bench-cni
+.PHONY: proto help install uninstall dist cni runtimes kubectls machine sim fuzz soak rounds power deps test-deps test-all-deps build up down test test-all check bench bench-cni
