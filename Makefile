@@ -1,7 +1,7 @@
 # `make help` lists the targets.
 CARGO ?= cargo
 # `make up` runs what builds in minutes. What stays, and what is measured, has the profile `dist`.
-RELEASE = target/release/holdfast
+QUICK = target/quick/holdfast
 DIST = target/dist/holdfast
 
 .DEFAULT_GOAL := help
@@ -18,25 +18,23 @@ test-deps: ## Install the additional packages for make test
 test-all-deps: test-deps ## Install the additional packages for make test-all (virtual machines)
 	@sh tests/support/install.sh qemu-system-x86 mmdebstrap kmod patchelf secilc
 
-# The CNI plugins are static, because finding shared libraries would take a third of a plugin's start. The flag is passed to
-# the program alone. Its library is compiled again for the other program, which selects more features of their dependencies.
-CNI = --locked -p holdfast-cni --bin holdfast-cni -- -C target-feature=+crt-static
-PROGRAM = --locked -p holdfast --bin holdfast
-build: ## Build both programs quickly, into target/release
-	$(CARGO) rustc --release $(CNI)
-	$(CARGO) build --release $(PROGRAM)
+build: ## Build both programs quickly, into target/quick
+	$(CARGO) build --profile quick --locked -p holdfast --bin holdfast -p holdfast-cni --bin holdfast-cni
 
+# The CNI plugins of a package are static, because finding shared libraries would take a third of a plugin's start. The flag
+# is passed to the program alone.
+CNI = --locked -p holdfast-cni --bin holdfast-cni -- -C target-feature=+crt-static
 dist: cni ## Build both programs for packages, make install and make bench, into target/dist
-	$(CARGO) build --profile dist $(PROGRAM)
+	$(CARGO) build --profile dist --locked -p holdfast --bin holdfast
 
 cni: ## Build the CNI plugins as one static binary, into target/dist
 	$(CARGO) rustc --profile dist $(CNI)
 
 up: deps build ## Start a cluster on this machine
-	@$(RELEASE) up
+	@$(QUICK) up
 
 down: ## Stop the cluster and remove the leftovers of its pods
-	@if [ -x $(RELEASE) ]; then $(RELEASE) down; else echo "$(RELEASE) is not built, so no cluster is running"; fi
+	@if [ -x $(QUICK) ]; then $(QUICK) down; else echo "$(QUICK) is not built, so no cluster is running"; fi
 
 # Directories of `make install`; packagers set DESTDIR.
 PREFIX ?= /usr/local
