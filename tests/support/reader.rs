@@ -1,5 +1,5 @@
-//! Reads of the API in this process. Tests wait for conditions by reading again after 50 ms, and a kubectl process for each
-//! read took a quarter of the processor time of all tests.
+//! Reads of the API in this process. Tests wait for conditions by reading again, and a kubectl process for each read took a
+//! quarter of the processor time of all tests.
 
 use std::path::Path;
 use std::sync::{LazyLock, Mutex, PoisonError};
