@@ -8,6 +8,9 @@ pub mod iptables;
 pub mod linux;
 mod pod_host;
 pub mod serving;
+#[cfg(test)]
+#[path = "../../tests/support/skip.rs"]
+mod skip;
 mod tool;
 pub mod users;
 pub mod volume;

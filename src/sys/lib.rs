@@ -28,6 +28,9 @@ pub mod quota;
 pub mod removal;
 pub mod selinux;
 pub mod service;
+#[cfg(test)]
+#[path = "../../tests/support/skip.rs"]
+mod skip;
 pub mod systemd;
 pub mod topology;
 pub mod unsent;

@@ -22,6 +22,15 @@ pub fn skipped(why: &str) {
     );
 }
 
+/// Whether a test that needs root must be skipped; reports why.
+pub fn needs_root() -> bool {
+    let is_root = nix::unistd::geteuid().is_root();
+    if !is_root {
+        skipped("the test needs root");
+    }
+    !is_root
+}
+
 /// Whether a test that needs the bundled control plane must be skipped because a real one is used; reports why.
 pub fn needs_bundled(why: &str) -> bool {
     if is_real() {

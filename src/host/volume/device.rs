@@ -475,7 +475,7 @@ mod tests {
     async fn a_local_volume_gets_the_group_of_its_first_pod() {
         use std::os::unix::fs::MetadataExt as _;
 
-        if !nix::unistd::geteuid().is_root() {
+        if crate::skip::needs_root() {
             return;
         }
         let dir = tempfile::tempdir().expect("a directory");

@@ -216,7 +216,7 @@ mod tests {
 
     #[test]
     fn secrets_are_written_only_to_a_tmpfs() {
-        if !nix::unistd::geteuid().is_root() {
+        if crate::skip::needs_root() {
             return;
         }
         // On a disk, like the agent's directory.
@@ -262,9 +262,17 @@ mod tests {
         fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).expect("chmod");
         write(&dir, None).expect("written again");
         assert_eq!(mode(&dir), 0o777);
-        if !nix::unistd::geteuid().is_root() {
+    }
+
+    #[test]
+    fn the_root_of_a_files_volume_has_the_group_of_its_pod() {
+        if crate::skip::needs_root() {
             return;
         }
+        let root = tempfile::tempdir().expect("a directory");
+        let mode = |dir: &Path| fs::metadata(dir).expect("stat").mode() & 0o7777;
+        let dir = root.path().join("v");
+        let write = |dir: &Path, group| write_files(dir, "v", content(Files::new()), group);
         write(&dir, Some(4242)).expect("written for a group");
         assert_eq!(mode(&dir), 0o2777);
         assert_eq!(fs::metadata(&dir).expect("stat").gid(), 4242);
@@ -293,9 +301,15 @@ mod tests {
         fs::remove_dir(&dir).expect("removed");
         empty_dir(&dir, &ready, &disk, None).expect("made again");
         assert_eq!(mode(&dir), 0o777);
-        if !nix::unistd::geteuid().is_root() {
+    }
+
+    #[test]
+    fn an_empty_dir_in_memory_is_set_up_once_and_keeps_the_mode_that_its_pod_sets() {
+        if crate::skip::needs_root() {
             return;
         }
+        let root = tempfile::tempdir().expect("a directory");
+        let mode = |dir: &Path| fs::metadata(dir).expect("stat").mode() & 0o7777;
         let (dir, ready) = (root.path().join("m"), root.path().join("plugins/m/ready"));
         let memory = Medium::Memory(1 << 20);
         empty_dir(&dir, &ready, &memory, None).expect("made");

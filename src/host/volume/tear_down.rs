@@ -515,14 +515,14 @@ pub(super) mod tests {
 
     #[tokio::test]
     async fn a_filesystem_without_server_is_force_unmounted_after_a_timeout_and_a_busy_one_never() {
-        if !nix::unistd::geteuid().is_root() {
+        if crate::skip::needs_root() {
             return;
         }
         let dir = tempfile::tempdir().expect("a directory");
         let mut host = host(dir.path());
         let point = host.root.join("pods/u/volumes/kubernetes.io~nfs/v");
         let Some((_answers, _held)) = of_a_program(&point) else {
-            return;
+            return crate::skip::skipped("this machine has no FUSE");
         };
         let is_mounted = || mount::is_mounted(&point).expect("checked");
         // EBUSY means that the server may be fine: retry, however long that takes.
@@ -556,7 +556,7 @@ pub(super) mod tests {
 
     #[tokio::test]
     async fn a_local_disk_is_never_force_unmounted() {
-        if !nix::unistd::geteuid().is_root() {
+        if crate::skip::needs_root() {
             return;
         }
         let dir = tempfile::tempdir().expect("a directory");
@@ -584,7 +584,7 @@ pub(super) mod tests {
     /// it started. If the session of a disk ends then, unwritten data would be lost.
     #[test]
     fn a_device_is_flushed_before_detaching_even_if_mounted_elsewhere() {
-        if !nix::unistd::geteuid().is_root() {
+        if crate::skip::needs_root() {
             return;
         }
         let dir = tempfile::tempdir().expect("a directory");
@@ -628,7 +628,7 @@ pub(super) mod tests {
     /// that another pod uses must be skipped early, so that the searches do not block each other.
     #[tokio::test]
     async fn a_device_used_by_another_pod_does_not_delay_termination() {
-        if !nix::unistd::geteuid().is_root() {
+        if crate::skip::needs_root() {
             return;
         }
         let dir = tempfile::tempdir().expect("a directory");
@@ -675,7 +675,7 @@ pub(super) mod tests {
     /// device to it. The loop device keeps the device open, so that no driver could detach it.
     #[tokio::test]
     async fn a_kubelets_mounts_and_loop_devices_are_removed_with_the_pod() {
-        if !nix::unistd::geteuid().is_root() {
+        if crate::skip::needs_root() {
             return;
         }
         let run = |program: &str, arguments: &[&str]| {
@@ -729,7 +729,7 @@ pub(super) mod tests {
     /// are released, and the driver's mounts stay unchanged.
     #[tokio::test]
     async fn mounts_that_a_driver_must_undo_stay_and_the_rest_is_removed() {
-        if !nix::unistd::geteuid().is_root() {
+        if crate::skip::needs_root() {
             return;
         }
         let dir = tempfile::tempdir().expect("a directory");
@@ -759,7 +759,7 @@ pub(super) mod tests {
 
     #[tokio::test]
     async fn teardown_waits_for_a_mount_that_timed_out() {
-        if !nix::unistd::geteuid().is_root() {
+        if crate::skip::needs_root() {
             return;
         }
         let dir = tempfile::tempdir().expect("a directory");
