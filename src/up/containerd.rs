@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 
 use super::images;
+use super::messages;
 use super::settings::Settings;
 use holdfast_cri::{CriClient, Runtime as _};
 use holdfast_sys::process::find_program;
@@ -88,12 +89,11 @@ pub async fn reject_foreign_pods(endpoint: &str, agent: &Path) -> anyhow::Result
     let others: Vec<_> = listed.iter().filter(|pod| !is_ours(&pod.uid)).collect();
     match others.as_slice() {
         [] => Ok(()),
-        [pod, ..] => bail!(
-            "--containerd-endpoint: {endpoint} already serves a kubelet: it has {} pods of another node agent, for instance {} in {}; two agents on one runtime would stop each other's pods; remove the flag to start a private containerd, or use another containerd",
+        [pod, ..] => bail!(messages::foreign_pods(
+            endpoint,
             others.len(),
-            pod.name,
-            pod.namespace
-        ),
+            (&pod.namespace, &pod.name)
+        )),
     }
 }
 
@@ -155,7 +155,11 @@ fn cni_binary() -> anyhow::Result<PathBuf> {
         PathBuf::from("/usr/lib/holdfast/holdfast-cni"),
         PathBuf::from("/opt/cni/bin/holdfast-cni"),
     ];
-    places.iter().find(|p| p.is_file()).cloned().with_context(|| format!("the CNI plugins (holdfast-cni) are not in the directory of {}; build them with `make build`, or install them in /usr/lib/holdfast", own.display()))
+    places
+        .iter()
+        .find(|p| p.is_file())
+        .cloned()
+        .with_context(|| messages::no_plugins(&own))
 }
 
 /// Waits until a runtime answers CRI v1 at `endpoint`, as long as `alive` returns true.
@@ -171,7 +175,7 @@ pub async fn wait_ready(
         match client.version().await {
             Ok(version) => return Ok(version),
             Err(error) if tokio::time::Instant::now() > deadline || !alive() => {
-                bail!("the container runtime at {endpoint} does not answer: {error}")
+                bail!(messages::no_runtime(endpoint, &error.to_string()))
             }
             Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
         }
@@ -180,9 +184,7 @@ pub async fn wait_ready(
 
 /// Imports the bundled images that are missing or outdated.
 pub fn import_images(settings: &Settings, endpoint: &str) -> anyhow::Result<()> {
-    let ctr = find_program("ctr").context(
-        "ctr is not installed; it comes with containerd (Debian: apt-get install containerd)",
-    )?;
+    let ctr = find_program("ctr").context(messages::NO_CTR)?;
     let address = endpoint.trim_start_matches("unix://");
     let run = |arguments: &[&str]| -> anyhow::Result<std::process::Output> {
         Command::new(&ctr)
@@ -208,10 +210,8 @@ pub fn import_images(settings: &Settings, endpoint: &str) -> anyhow::Result<()> 
         }
         let output = run(&["images", "import", &archive.display().to_string()])?;
         if !output.status.success() {
-            bail!(
-                "the image {name} cannot be imported: {}",
-                String::from_utf8_lossy(&output.stderr).trim()
-            );
+            let why = String::from_utf8_lossy(&output.stderr);
+            bail!(messages::not_imported(&name, why.trim()));
         }
         std::fs::write(stamp, current)?;
     }

@@ -3,6 +3,7 @@
 
 mod containerd;
 pub mod images;
+mod messages;
 mod process;
 mod progress;
 mod settings;
@@ -51,9 +52,7 @@ fn components(dirs: &Dirs) -> Components {
 
 fn require_root(command: &str) -> anyhow::Result<()> {
     if !nix::unistd::geteuid().is_root() {
-        bail!(
-            "`holdfast {command}` needs root: it creates network interfaces, mounts and cgroups; run it with sudo"
-        );
+        bail!(messages::needs_root(command));
     }
     Ok(())
 }
@@ -83,7 +82,7 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
     let alive = || !private || components.containerd.pid().is_some();
     let runtime = containerd::wait_ready(&endpoint, Duration::from_secs(30), alive)
         .await
-        .with_context(|| startup_hint(&components.containerd, private))?;
+        .map_err(|error| no_runtime(&components.containerd, private, &error))?;
 
     if !private {
         containerd::reject_foreign_pods(&endpoint, &dirs.agent()).await?;
@@ -106,7 +105,7 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
     let node = wait_node(&client, &settings.node_name, &components.agent, started).await?;
     progress.done();
 
-    println!("Holdfast is running: node {node} is Ready on {runtime}, {description}");
+    println!("{}", messages::running(&node, &runtime, &description));
     Ok(())
 }
 
@@ -116,10 +115,7 @@ fn reject_changes(settings: &Settings, components: &Components) -> anyhow::Resul
         if is == wanted {
             return Ok(());
         }
-        let name = &settings.name;
-        bail!(
-            "{flag}: {wanted} is invalid: the running cluster {name} has {is}; use {flag} {is}, or stop the cluster first (holdfast down --name {name})"
-        );
+        bail!(messages::cannot_change(flag, &wanted, &settings.name, &is));
     };
     if let Some(port) = components.control.argument("--api-port") {
         reject("--api-port", port, settings.api_port.to_string())?;
@@ -135,21 +131,14 @@ fn reject_changes(settings: &Settings, components: &Components) -> anyhow::Resul
 /// Describes how to use the bundled API.
 fn own_api(settings: &Settings) -> String {
     let kubeconfig = settings.dirs.kubeconfig();
-    format!(
-        "API at https://127.0.0.1:{}.\nThe kubeconfig is {}; use it with: export KUBECONFIG={}\nTry next: kubectl create deployment web --image={} --replicas=3",
-        settings.api_port,
-        kubeconfig.display(),
-        kubeconfig.display(),
-        images::DEMO[0]
-    )
+    messages::own_api(settings.api_port, &kubeconfig, images::DEMO[0])
 }
 
 /// Installs the node's kubeconfig and its certificate authority where the agent and its clients expect them. Returns a
 /// client, and a description of the control plane.
 async fn join(dirs: &Dirs, kubeconfig: &Path) -> anyhow::Result<(kube::Client, String)> {
-    let shown = kubeconfig.display();
-    let absolute = fs::canonicalize(kubeconfig)
-        .with_context(|| format!("--join: the kubeconfig {shown} cannot be read"))?;
+    let absolute =
+        fs::canonicalize(kubeconfig).with_context(|| messages::unreadable("--join", kubeconfig))?;
     let (pki, link) = (dirs.agent().join("pki"), dirs.agent().join("kubeconfig"));
     fs::create_dir_all(&pki)?;
     let authority = holdfast_kubeapi::client::authority(&absolute).await?;
@@ -162,25 +151,24 @@ async fn join(dirs: &Dirs, kubeconfig: &Path) -> anyhow::Result<(kube::Client, S
     let client = holdfast_kubeapi::client::connect(&link).await?;
     let version = client.apiserver_version().await.map_err(|e| {
         let why = holdfast_kubeapi::failure::chain(&e);
-        anyhow::anyhow!("--join: the apiserver of {shown} does not answer: {why}")
+        anyhow::anyhow!(messages::no_apiserver(kubeconfig, &why))
     })?;
-    Ok((
-        client,
-        format!("in a cluster of Kubernetes {}.", version.git_version),
-    ))
+    Ok((client, messages::joined(&version.git_version)))
 }
 
-fn startup_hint(component: &Component, is_private: bool) -> String {
+/// The error if the runtime does not answer.
+fn no_runtime(component: &Component, is_private: bool, error: &anyhow::Error) -> anyhow::Error {
     if is_private {
-        format!(
-            "{} did not start; its log is {}\n{}",
-            component.name,
-            component.log.display(),
-            component.log_tail()
-        )
+        not_started(component.name, component, &format!("{error:#}"))
     } else {
-        "check that containerd runs at --containerd-endpoint".into()
+        anyhow::anyhow!("{error:#}; {}", messages::CHECK_ENDPOINT)
     }
+}
+
+/// The error if a component did not start, with the end of its log. `name` is its name in the sentence.
+fn not_started(name: &str, component: &Component, why: &str) -> anyhow::Error {
+    let tail = component.log_tail();
+    anyhow::anyhow!(messages::not_started(name, why, &component.log, &tail))
 }
 
 fn start_containerd(settings: &Settings, component: &Component) -> anyhow::Result<()> {
@@ -188,9 +176,8 @@ fn start_containerd(settings: &Settings, component: &Component) -> anyhow::Resul
         // containerd reloads the network's file when it changes. Without the file, no pod starts or stops.
         return containerd::write_network(settings);
     }
-    let program = find_program("containerd")
-        .context("containerd is not installed (Debian: apt-get install containerd); or use a running one with --containerd-endpoint")?;
-    find_program("runc").context("runc is not installed (Debian: apt-get install runc)")?;
+    let program = find_program("containerd").context(messages::NO_CONTAINERD)?;
+    find_program("runc").context(messages::NO_RUNC)?;
     containerd::install_network(settings)?;
     let config = settings.dirs.data.join("containerd.toml");
     // Agent and containerd must use the same cgroup driver.
@@ -271,11 +258,7 @@ async fn wait_api(
         };
         if component.has_stopped_for_good(started) || tokio::time::Instant::now() > deadline {
             stop_restarts(component, started)?;
-            bail!(
-                "the control plane did not start ({error}); its log is {}\n{}",
-                component.log.display(),
-                component.log_tail()
-            );
+            return Err(not_started("the control plane", component, &error));
         }
         tokio::time::sleep(Duration::from_millis(30)).await;
     }
@@ -338,14 +321,10 @@ fn own_fields(settings: &Settings) -> anyhow::Result<Option<serde_json::Value>> 
     let Some(path) = &settings.agent_config else {
         return Ok(None);
     };
-    let text = fs::read_to_string(path)
-        .with_context(|| format!("--agent-config: {} cannot be read", path.display()))?;
-    let own = serde_saphyr::from_str(&text).map_err(|e| {
-        anyhow::anyhow!(
-            "--agent-config: {} is not YAML or JSON: {e}",
-            path.display()
-        )
-    })?;
+    let text =
+        fs::read_to_string(path).with_context(|| messages::unreadable("--agent-config", path))?;
+    let own = serde_saphyr::from_str(&text)
+        .map_err(|e| anyhow::anyhow!(messages::invalid_agent_config(path, &e.to_string())))?;
     Ok(Some(own))
 }
 
@@ -367,14 +346,14 @@ async fn wait_node(
 ) -> anyhow::Result<String> {
     let api: Api<k8s_openapi::api::core::v1::Node> = Api::all(client.clone());
     let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
-    let mut why = "the agent has not registered it".to_owned();
+    let mut why = messages::NOT_REGISTERED.to_owned();
     loop {
         match api.get_opt(name).await {
             Ok(Some(node)) => {
                 let conditions = node.status.iter().flat_map(|s| s.conditions.iter());
                 match conditions.flatten().find(|c| c.type_ == "Ready") {
                     Some(c) if !is_reported_by(c, component) => {
-                        "the agent has not reported its status yet".clone_into(&mut why);
+                        messages::NOT_REPORTED.clone_into(&mut why);
                     }
                     Some(c) if c.status == "True" => return Ok(node.name_any()),
                     Some(c) => why = c.message.clone().unwrap_or_default(),
@@ -387,11 +366,8 @@ async fn wait_node(
         }
         if component.has_stopped_for_good(started) || tokio::time::Instant::now() > deadline {
             stop_restarts(component, started)?;
-            bail!(
-                "the node {name} did not become Ready: {why}; the agent's log is {}\n{}",
-                component.log.display(),
-                component.log_tail()
-            );
+            let tail = component.log_tail();
+            bail!(messages::not_ready(name, &why, &component.log, &tail));
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -439,20 +415,8 @@ pub async fn down(settings: &Settings, purge: bool) -> anyhow::Result<()> {
             remove_dir(dir)?;
         }
     }
-    println!(
-        "{}",
-        if stopped {
-            "Holdfast has stopped; all its pods were removed."
-        } else {
-            "Holdfast was not running."
-        }
-    );
-    if !purge && dirs.data.exists() {
-        println!(
-            "Its data is kept in {}; `holdfast down --purge` removes it.",
-            dirs.data.display()
-        );
-    }
+    let kept = Some(dirs.data.as_path()).filter(|dir| !purge && dir.exists());
+    println!("{}", messages::stopped(stopped, kept));
     Ok(())
 }
 
@@ -558,13 +522,10 @@ pub fn status(dirs: &Dirs) -> anyhow::Result<()> {
     let mut all_run = true;
     for component in [containerd, control, agent] {
         let (text, runs) = component.status(now);
-        println!("{:<14} {text}", component.name);
+        println!("{text}");
         all_run &= runs;
     }
-    anyhow::ensure!(
-        all_run,
-        "some components do not run; start them with `holdfast up`"
-    );
+    anyhow::ensure!(all_run, messages::NOT_ALL_RUN);
     Ok(())
 }
 
@@ -580,12 +541,7 @@ pub fn supervise(
     let name = COMPONENTS
         .iter()
         .find(|known| **known == name)
-        .with_context(|| {
-            format!(
-                "--part: {name:?} is invalid: use one of {}",
-                COMPONENTS.join(", ")
-            )
-        })?;
+        .with_context(|| messages::unknown_component(name, &COMPONENTS))?;
     let component = Component::new(name, run, logs);
     match parent {
         Some(parent) => component.exec_program(parent, program, arguments),
@@ -596,10 +552,5 @@ pub fn supervise(
 /// Returns the kubeconfig's text.
 pub fn kubeconfig(dirs: &Dirs) -> anyhow::Result<String> {
     let path = dirs.kubeconfig();
-    fs::read_to_string(&path).with_context(|| {
-        format!(
-            "{} cannot be read; start the cluster with `holdfast up` first",
-            path.display()
-        )
-    })
+    fs::read_to_string(&path).with_context(|| messages::no_kubeconfig(&path))
 }

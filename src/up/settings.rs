@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use anyhow::bail;
 
+use super::messages;
+
 /// The directories of one cluster.
 #[derive(Debug, Clone)]
 pub struct Dirs {
@@ -89,12 +91,10 @@ impl Settings {
                 .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
             && !name.starts_with('-');
         if !fine {
-            bail!("--name: {name:?} is invalid: use at most 20 lower-case letters, digits and '-'");
+            bail!(messages::invalid_name(name));
         }
         if pod_cidr.prefix_len() > 28 || pod_cidr.addr() != pod_cidr.network() {
-            bail!(
-                "--pod-cidr: {pod_cidr} is invalid: use a network address with a prefix of at most 28, such as 10.244.0.0/24"
-            );
+            bail!(messages::invalid_pod_cidr(pod_cidr));
         }
         let hash = holdfast_core::digest::fnv32(name.bytes());
         let bridge = if name == "holdfast" {
@@ -145,15 +145,10 @@ impl Settings {
         });
         match port {
             Some(port) if port == self.api_port || port == 0 => {
-                bail!(
-                    "--agent-port: {port} is invalid: use a port from 1 to 65535 other than the API port"
-                )
+                bail!(messages::invalid_agent_port(port))
             }
             Some(port) => Ok(port),
-            None => bail!(
-                "--agent-port is required: its default, the API port + 1000, is not a valid port ({} + 1000)",
-                self.api_port
-            ),
+            None => bail!(messages::no_agent_port(self.api_port)),
         }
     }
 

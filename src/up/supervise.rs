@@ -2,9 +2,7 @@
 //! exit, and records what happened for `holdfast up status`.
 
 use std::fs;
-use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -12,6 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 
+use super::messages::{self, Shown};
 use super::process::{Component, started_at};
 
 /// Initial and maximum back-off before a restart.
@@ -39,17 +38,6 @@ fn next_backoff(pause: Duration, lasted: Duration) -> Duration {
         BACKOFF.0
     } else {
         (pause * 2).min(BACKOFF.1)
-    }
-}
-
-fn exit_cause(status: ExitStatus) -> String {
-    match (status.code(), status.signal()) {
-        (Some(code), _) => format!("it exited with code {code}"),
-        (_, Some(signal)) => Signal::try_from(signal)
-            .map_or(format!("it was killed by signal {signal}"), |s| {
-                format!("it was killed by {s}")
-            }),
-        _ => "it exited".into(),
     }
 }
 
@@ -137,25 +125,18 @@ impl Component {
     #[must_use]
     pub fn status(&self, now: i64) -> (String, bool) {
         let (pid, state) = (self.pid(), self.supervised());
-        let mut text = match (pid, &state) {
-            (Some(pid), Some(_)) => format!("runs (pid {pid})"),
-            (Some(pid), None) if self.name == "containerd" => format!("runs (pid {pid})"),
-            (Some(pid), None) => format!("runs (pid {pid}), without a supervisor"),
-            (None, Some(_)) => "does not run; its supervisor is about to restart it".to_owned(),
-            (None, None) => "does not run".to_owned(),
-        };
-        if let Some(State {
-            restarts,
-            last_end: Some((why, at)),
-            ..
-        }) = state
-        {
-            let ago = now.saturating_sub(at).max(0);
-            text.push_str(&format!(
-                "; restarted {restarts} times, last {ago} s ago because {why}; its log is {}",
-                self.log.display()
-            ));
-        }
+        let restarted = state.as_ref().and_then(|state| {
+            let (why, at) = state.last_end.as_ref()?;
+            let ago = now.saturating_sub(*at).max(0);
+            Some((state.restarts, why.as_str(), ago))
+        });
+        let text = messages::component(&Shown {
+            name: self.name,
+            pid,
+            is_supervised: state.is_some(),
+            restarted,
+            log: &self.log,
+        });
         (text, pid.is_some())
     }
 }
@@ -185,7 +166,7 @@ pub fn supervise(
             .start(program, arguments)
             .and_then(|mut child| Ok(child.wait()?));
         let why = match ended {
-            Ok(status) => exit_cause(status),
+            Ok(status) => messages::exit_cause(status),
             Err(error) => format!("{error:#}"),
         };
         pause = next_backoff(pause, began.elapsed());
@@ -196,9 +177,8 @@ pub fn supervise(
             eprintln!("holdfast: {error:#}");
         }
         eprintln!(
-            "holdfast: {} is restarted in {} ms, because {why}",
-            component.name,
-            pause.as_millis()
+            "holdfast: {}",
+            messages::restart(component.name, pause, &why)
         );
         std::thread::sleep(pause);
     }
