@@ -2,6 +2,8 @@
 //! the agent.
 
 pub mod fields;
+#[cfg(test)]
+mod help;
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -67,12 +69,12 @@ pub enum Command {
         #[command(subcommand)]
         what: ExplainCommand,
     },
-    /// Remove unused images and dead containers now, with the agent's rules, and print why the others stay.
+    /// Remove unused images and dead containers now, and print why the others stay.
     ///
-    /// If the image filesystem is fuller than imageGCHighThresholdPercent, unused images are removed until its usage is
-    /// imageGCLowThresholdPercent, the least recently used first. Images that are unused for longer than
-    /// imageMaximumGCAge are removed in any case. Images stay if a pod or a container uses them, if the runtime pins
-    /// them, or if they were pulled less than imageMinimumGCAge ago. The agent knows when an image was last used only
+    /// The agent's rules apply. If the image filesystem is fuller than imageGCHighThresholdPercent, unused images are
+    /// removed until its usage is imageGCLowThresholdPercent, the least recently used first. Images that are unused for
+    /// longer than imageMaximumGCAge are removed in any case. Images stay if a pod or a container uses them, if the runtime
+    /// pins them, or if they were pulled less than imageMinimumGCAge ago. The agent knows when an image was last used only
     /// since its own start. The last dead instance of each container stays (the agent's
     /// --maximum-dead-containers-per-container). Needs root.
     Gc(GcFlags),
@@ -95,10 +97,14 @@ pub enum Command {
         #[command(flatten)]
         flags: Box<AgentFlags>,
     },
-    /// Check this machine for problems that affect the node or its pods, and print each with its consequence and remedy.
-    /// Changes nothing; exits with 1 if there is an error. Needs root.
+    /// Check this machine for problems that affect the node or its pods.
+    ///
+    /// Prints each problem with its consequence and remedy, and changes nothing. Exits with 1 if there is an error. Needs
+    /// root.
     Doctor(Box<DoctorFlags>),
-    /// Replay a recorded pod worker and print the decisions that differ. Exits with 1 if any decision differs.
+    /// Replay a recorded pod worker and print the decisions that differ.
+    ///
+    /// Exits with 1 if any decision differs.
     Replay {
         /// A file that `holdfast agent record` wrote; - is standard input.
         file: PathBuf,
@@ -145,8 +151,10 @@ pub struct SuperviseFlags {
 /// Subcommands of `holdfast ipam`.
 #[derive(Subcommand)]
 pub enum Ipam {
-    /// List the addresses that host-local has allocated, and which of them are leaked or allocated twice. Exits with 1 if
-    /// there are such addresses. Needs root. (`host-local audit` is the same command, for machines with only the plugins.)
+    /// List the addresses that host-local has allocated, and which of them are leaked or allocated twice.
+    ///
+    /// Exits with 1 if any leaked or doubly allocated addresses remain. `host-local audit` is the same command, for
+    /// machines with only the plugins. Needs root.
     Audit(AuditFlags),
 }
 
@@ -177,8 +185,10 @@ pub struct AuditFlags {
 /// Subcommands of `holdfast explain`.
 #[derive(Subcommand)]
 pub enum ExplainCommand {
-    /// A pod on this node: the step that blocks it, why, since when, and when the agent retries; how long each step of its
-    /// start took. Needs root.
+    /// A pod on this node.
+    ///
+    /// Prints the step that blocks the pod, why, since when, and when the agent retries, and how long each step of its start
+    /// took. Needs root.
     Pod(ExplainFlags),
 }
 
@@ -196,7 +206,9 @@ pub enum Output {
 /// Subcommands of `holdfast agent`.
 #[derive(Subcommand)]
 pub enum AgentCommand {
-    /// Write the inputs and decisions of a pod worker, for a bug report. `holdfast replay` reads the record.
+    /// Write the inputs and decisions of a pod worker, for a bug report.
+    ///
+    /// `holdfast replay` reads the record.
     Record {
         /// The agent to query.
         #[command(flatten)]
@@ -210,8 +222,10 @@ pub enum AgentCommand {
 /// Subcommands of `holdfast agent record`.
 #[derive(Subcommand)]
 pub enum RecordCommand {
-    /// A pod on this node, or one that was deleted recently. The record contains the pod's spec and status with the values
-    /// of its environment variables, but no contents of Secrets. Needs root.
+    /// A pod on this node, or one that was deleted recently.
+    ///
+    /// The record contains the pod's spec and status with the values of its environment variables, but no contents of
+    /// Secrets. Needs root.
     Pod(RecordFlags),
 }
 
