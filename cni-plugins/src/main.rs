@@ -51,11 +51,7 @@ fn own() -> ExitCode {
         },
         arguments => {
             let help = matches!(arguments, ["--help" | "-h" | "help"]);
-            let text = format!(
-                "holdfast-cni {}: CNI plugins in one binary; the name under which it is called selects the plugin.\n\nPlugins: {}\n\nUsage:\n  holdfast-cni install DIR   copy the binary to DIR (such as /opt/cni/bin) and link these names to it,\n                             replacing existing plugins",
-                env!("CARGO_PKG_VERSION"),
-                plugins::names().collect::<Vec<_>>().join(", ")
-            );
+            let text = help_text(env!("CARGO_PKG_VERSION"));
             if help {
                 println!("{text}")
             } else {
@@ -64,6 +60,14 @@ fn own() -> ExitCode {
             ExitCode::from(if help { 0 } else { 2 })
         }
     }
+}
+
+/// The help of this version.
+fn help_text(version: &str) -> String {
+    format!(
+        "holdfast-cni {version}: CNI plugins in one binary; the name under which it is called selects the plugin.\n\nPlugins: {}\n\nUsage:\n  holdfast-cni install DIR   copy the binary to DIR (such as /opt/cni/bin) and link these names to it,\n                             replacing existing plugins",
+        plugins::names().collect::<Vec<_>>().join(", ")
+    )
 }
 
 /// Runs `host-local audit`.
@@ -92,4 +96,14 @@ fn install(dir: &Path) -> std::io::Result<()> {
         std::fs::rename(&fresh, dir.join(name))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_help_lists_the_plugins() {
+        insta::assert_snapshot!("help", help_text("1.2.3"));
+    }
 }

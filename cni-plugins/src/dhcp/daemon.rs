@@ -34,12 +34,12 @@ const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
 const USAGE: &str = "usage: dhcp daemon [options]
 
 Acquires and renews the DHCP leases of containers for the CNI plugin \"dhcp\".
-  -socketpath PATH     the socket to listen on (/run/cni/dhcp.sock); a socket from systemd takes precedence
-  -pidfile PATH        the file for the daemon's process id
-  -hostprefix PATH     the directory below which the daemon sees the host's files, if it runs in a container
-  -broadcast           request broadcast replies, which some networks need
-  -timeout DURATION    the timeout for a server's reply, including retransmissions (10s)
-  -resendmax DURATION  the longest pause between retransmissions (62s)
+  -socketpath PATH         the socket to listen on (/run/cni/dhcp.sock); a socket from systemd takes precedence
+  -pidfile PATH            the file for the daemon's process id
+  -hostprefix PATH         the directory below which the daemon sees the host's files, if it runs in a container
+  -broadcast               request broadcast replies, which some networks need
+  -timeout DURATION        the timeout for a server's reply, including retransmissions (10s)
+  -resendmax DURATION      the longest pause between retransmissions (62s)
   -resendtimeout DURATION  the timeout for acquiring a lease, if shorter than -timeout (208s)";
 
 /// The daemon's command-line settings.
@@ -734,6 +734,11 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_help_lists_the_options() {
+        insta::assert_snapshot!("help", USAGE);
+    }
 
     #[test]
     fn the_arguments_of_the_reference_are_accepted() {

@@ -333,15 +333,21 @@ pub fn table(findings: &[Finding]) -> (String, bool) {
     (rows.iter().map(line).collect::<Vec<_>>().join("\n"), well)
 }
 
-/// Runs `host-local audit`. Returns the output, and whether no problem remains.
-pub fn run(arguments: &[String]) -> Result<(String, bool), Error> {
-    const USAGE: &str = "usage: host-local audit [--data-dir DIR] [--cache-dir DIR] [--network NAME] [--mend]
+/// The help of `host-local audit`.
+const USAGE: &str = "usage: host-local audit [--data-dir DIR] [--cache-dir DIR] [--network NAME] [--older-than SECONDS] [--mend]
 
 Lists the addresses that host-local has allocated, and which of them are leaked (no container uses them) or allocated
-twice; --mend releases the leaked ones. Exits with 1 if any leaked or doubly allocated addresses remain.
-  --data-dir DIR    the directory in which host-local keeps its networks (/var/lib/cni/networks)
-  --cache-dir DIR   the directory of the runtime's CNI results (/var/lib/cni/results)
-  --older-than SECS release only addresses that were reserved longer ago (300): younger ones may belong to a starting pod";
+twice. Exits with 1 if any leaked or doubly allocated addresses remain.
+  --data-dir DIR        the directory in which host-local keeps its networks (/var/lib/cni/networks)
+  --cache-dir DIR       the directory of the runtime's CNI results, which name the network namespaces of containers with
+                        addresses from another host-local (/var/lib/cni/results)
+  --network NAME        only this network
+  --older-than SECONDS  release only addresses that were reserved longer ago than this (300): a younger reservation may
+                        belong to a starting pod
+  --mend                release leaked addresses";
+
+/// Runs `host-local audit`. Returns the output, and whether no problem remains.
+pub fn run(arguments: &[String]) -> Result<(String, bool), Error> {
     let mut request = Request::default();
     let mut rest = arguments.iter();
     while let Some(argument) = rest.next() {
@@ -375,4 +381,62 @@ twice; --mend releases the leaked ones. Exits with 1 if any leaked or doubly all
         }
     }
     audit(&request).map(|findings| table(&findings))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn finding(network: &str, address: &str, state: State) -> Finding {
+        Finding {
+            network: network.into(),
+            address: address.parse().expect("an address"),
+            container: "4f1d2c3b5a6978877665544332211000aabbccdd".into(),
+            ifname: "eth0".into(),
+            state,
+            repaired: false,
+        }
+    }
+
+    /// One address in each state.
+    fn findings() -> Vec<Finding> {
+        let leaked = || State::Leaked("its network namespace no longer exists".into());
+        let twice = "also on an interface of 8899aabbccdd: delete one of these pods";
+        let mut all = vec![
+            finding("holdfast", "10.244.0.2", State::Used),
+            finding("holdfast", "10.244.0.3", State::Starting),
+            finding("holdfast", "10.244.0.4", State::Unknown),
+            finding("holdfast", "10.244.0.5", leaked()),
+            finding("holdfast", "10.244.0.6", leaked()),
+            finding("two", "fd00::12", State::Duplicate(twice.into())),
+        ];
+        all[4].repaired = true;
+        all[1].container = "podman".into();
+        all
+    }
+
+    #[test]
+    fn a_table_has_a_row_for_each_address() {
+        let (text, well) = table(&findings());
+        assert!(!well, "a leaked address remains");
+        insta::assert_snapshot!("table", text);
+        let repaired = [&findings()[..3], &findings()[4..5]].concat();
+        assert!(table(&repaired).1, "the leaked address was released");
+        let (text, well) = table(&[]);
+        assert!(well);
+        insta::assert_snapshot!("empty_table", text);
+    }
+
+    #[test]
+    fn invalid_arguments_are_rejected_with_the_usage() {
+        let run = |argument: &str| match run(&[argument.to_owned()]) {
+            Ok((text, _)) => text,
+            Err(error) => format!("error: {error}"),
+        };
+        insta::assert_snapshot!("help", run("--help"));
+        let texts = ["--mends", "--network", "--older-than=soon"].map(run);
+        let first = |text: &String| text.lines().next().map(str::to_owned);
+        let lines: Vec<String> = texts.iter().filter_map(first).collect();
+        insta::assert_snapshot!("invalid_arguments", lines.join("\n"));
+    }
 }
