@@ -391,8 +391,8 @@ fn node(object: &Value, age: &str) -> Vec<Value> {
         .find(|c| c["type"] == "Ready");
     let mut status = match ready.and_then(|c| c["status"].as_str()) {
         Some("True") => "Ready".to_owned(),
-        Some("False") => "NotReady".into(),
-        _ => "Unknown".into(),
+        Some(_) => "NotReady".into(),
+        None => "Unknown".into(),
     };
     if object["spec"]["unschedulable"] == true {
         status.push_str(",SchedulingDisabled");
