@@ -12,5 +12,7 @@ mod jobs;
 mod reads;
 mod refusals;
 mod server;
+mod statuses;
+mod tables;
 mod updates;
 mod writes;

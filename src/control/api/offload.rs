@@ -94,7 +94,7 @@ impl Offload {
             let mut waiting = lock(&queue.bytes);
             if *waiting > 0 && *waiting + bytes > MAX_BYTES {
                 let text = format!(
-                    "too many requests: queued large requests of user {user:?} have {} bytes, the limit is {MAX_BYTES}; try again later",
+                    "too many requests: queued large requests of user {user:?} would have {} bytes, the limit is {MAX_BYTES}; try again later",
                     *waiting + bytes
                 );
                 let details = serde_json::json!({"retryAfterSeconds": 1});

@@ -70,16 +70,7 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
         let user = request.user.name.clone();
         let answer = tokio::time::timeout(REQUEST_TIMEOUTS.1, api.answer_offloaded(request))
             .await
-            .map_err(|_| {
-                ApiError::new(
-                    504,
-                    "Timeout",
-                    format!(
-                        "Timeout: request did not complete within {} s; a write may have been applied nevertheless",
-                        REQUEST_TIMEOUTS.1.as_secs()
-                    ),
-                )
-            })?;
+            .map_err(|_| timed_out())?;
         within_share(&api, &user, answer, slot.as_ref())
     };
     let answer = match guard(answered).await {
@@ -87,6 +78,15 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
         Err(panicked) => Err(ApiError::internal(panicked)),
     };
     answer.unwrap_or_else(|error: ApiError| encode(error.into(), slot.as_ref()))
+}
+
+/// 504: the API has not produced a response in time.
+fn timed_out() -> ApiError {
+    let limit = REQUEST_TIMEOUTS.1.as_secs();
+    let message = format!(
+        "Timeout: request did not complete within {limit} s; a write may have been applied nevertheless"
+    );
+    ApiError::new(504, "Timeout", message)
 }
 
 /// Forwards a request to the agent of a node.
@@ -264,3 +264,6 @@ fn encode(answer: Answer, slot: Option<&ConnectionSlot>) -> hyper::Response<Body
     };
     built.unwrap_or_else(|_| hyper::Response::new(full("internal error")))
 }
+
+#[cfg(test)]
+mod tests;

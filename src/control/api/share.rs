@@ -81,7 +81,7 @@ impl Shares {
         let share = used.users.entry(user.to_owned()).or_default();
         let refuse = |what: &str, count: usize, limit: usize| {
             let text = format!(
-                "too many requests: user {user:?} has {count} {what}, the limit is {limit}; read or close some, then try again"
+                "too many requests: user {user:?} would have {count} {what}, the limit is {limit}; read or close some, then try again"
             );
             let details = serde_json::json!({"retryAfterSeconds": 1});
             Err(ApiError {
