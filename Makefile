@@ -86,9 +86,11 @@ test: test-deps $(if $(ALL),runtimes kubectls machine) ## Run the tests (ONLY='-
 test-all: ## Run all tests, also in virtual machines and with other containerds, 20,000 seeds and 200 rounds
 	SEEDS=20000 ROUNDS=200 FUZZ_SECONDS=20 HOLDFAST_CYCLES=19 .ci/run
 
-check: ## Check format, lints and, with cargo-deny, licences and sources
+check: licences ## Check format, lints and, with cargo-deny, licences and sources
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+
+licences:
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny --offline check licenses bans sources; else echo "cargo-deny is not installed; licences are not checked"; fi
 
 proto: ## Generate the code of changed protocol files
@@ -124,4 +126,4 @@ bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENC
 bench-cni: test-deps cni ## Compare the CNI plugins with the distribution's
 	HOLDFAST_CNI=$(CURDIR)/$(dir $(DIST))holdfast-cni $(CARGO) bench --locked -p holdfast-cni --bench cni
 
-.PHONY: proto help install uninstall dist cni runtimes kubectls machine sim fuzz soak rounds power deps test-deps test-all-deps build up down test test-all check bench bench-cni
+.PHONY: proto licences help install uninstall dist cni runtimes kubectls machine sim fuzz soak rounds power deps test-deps test-all-deps build up down test test-all check bench bench-cni
