@@ -31,6 +31,20 @@ const MAX_DELETED: usize = 64;
 /// saves little on a node where few pods are deleted.
 const MAX_UNCOMPRESSED: usize = 16;
 
+tokio::task_local! {
+    /// The steps of the operation that the current task carries out ([`Op::steps`](worker::Op::steps)).
+    static STEPS: &'static [Step];
+}
+
+/// Carries out an operation that consists of these steps. In debug builds, another step that the operation writes to the
+/// journal is an error.
+pub(super) fn within_steps<F: Future>(
+    steps: &'static [Step],
+    work: F,
+) -> impl Future<Output = F::Output> {
+    STEPS.scope(steps, work)
+}
+
 /// A worker's record, in the form in which it is stored.
 #[derive(Default)]
 enum Recorded {
@@ -154,6 +168,12 @@ impl Log {
 
     /// Records the start of a step.
     pub fn begin(&self, step: Step, subject: &str) {
+        debug_assert!(
+            STEPS
+                .try_with(|steps| steps.contains(&step))
+                .unwrap_or(true),
+            "{step:?} is missing in the table of operations"
+        );
         self.journal().begin(step, subject, self.clock.now());
     }
 
@@ -258,8 +278,8 @@ impl Log {
     pub fn record(&self, facts: &Facts, input: worker::Input, turn: &Turn, worker: &Worker) {
         if pod::is_static(worker.pod()) {
             let mut status = self.status();
-            if status.as_ref() != Some(&worker.status) {
-                *status = Some(worker.status.clone());
+            if status.as_ref() != Some(worker.status()) {
+                *status = Some(Arc::clone(worker.status()));
             }
         }
         if let Recorded::Growing(record) = &mut *self.recorded() {

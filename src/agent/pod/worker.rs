@@ -16,7 +16,7 @@ use tracing::Instrument as _;
 
 use super::asset::Assets;
 use super::inbox::{Inbox, Message, Report};
-use super::journal::{Journals, Log};
+use super::journal::{Journals, Log, within_steps};
 use super::probing::{self, Probing};
 use super::relist::ObservedFingerprints;
 use super::status::StatusWriter;
@@ -267,7 +267,8 @@ impl Shell {
         for (before, input, after) in &turn.decisions {
             self.log().decided(*before, *input, *after);
         }
-        self.log().set_waiting(self.worker.waiting.clone());
+        self.log()
+            .set_waiting(self.worker.waiting().map(ToOwned::to_owned));
         self.log_removal(was_removed);
         self.emit_events(&turn);
         let pod_now = &self.worker.update().pod;
@@ -336,7 +337,7 @@ impl Shell {
                 event.message.clone(),
             );
         }
-        if let Some(why) = &self.worker.waiting {
+        if let Some(why) = self.worker.waiting() {
             tracing::trace!(why, "the pod is waiting");
         }
     }
@@ -349,13 +350,13 @@ impl Shell {
             // listed or are removed, and neither is a change.
             self.seen.forget(uid);
         } else if turn.observed || !turn.decisions.is_empty() || !turn.begin.is_empty() {
-            let observed = self.worker.observed.as_ref();
+            let observed = self.worker.observed();
             self.seen.set(uid, observed.map_or(0, |o| o.fingerprint()));
         }
         self.log_exits(turn);
         match self.worker.state {
             State::Syncing | State::Terminating { .. } => {
-                let Some(observed) = self.worker.observed.clone() else {
+                let Some(observed) = self.worker.observed().cloned() else {
                     return;
                 };
                 let probes = &self.parts.probes;
@@ -371,7 +372,7 @@ impl Shell {
 
     /// Logs exits of containers, so that the node's log names a crash loop.
     fn log_exits(&mut self, turn: &Turn) {
-        let Some(observed) = self.worker.observed.as_ref().filter(|_| turn.observed) else {
+        let Some(observed) = self.worker.observed().filter(|_| turn.observed) else {
             return;
         };
         let now = self.parts.clock.now();
@@ -406,7 +407,7 @@ impl Shell {
         if let Some(published) = self.worker.published() {
             self.tools.writer.publish(object, published);
         }
-        if self.ran || self.worker.status.phase.as_deref() != Some("Running") {
+        if self.ran || self.worker.status().phase.as_deref() != Some("Running") {
             return;
         }
         self.ran = true;
@@ -446,7 +447,7 @@ impl Shell {
             tools: Arc::clone(&self.tools),
             pod: Arc::clone(self.worker.pod()),
             update: self.worker.update().clone(),
-            observed: self.worker.observed.clone().unwrap_or_default(),
+            observed: self.worker.observed().cloned().unwrap_or_default(),
             resizing: self.worker.resizing().clone(),
             assets: self.assets.clone(),
             start_cancelled: matches!(op, Op::Observe { .. })
@@ -454,7 +455,7 @@ impl Shell {
             can_wait: self.worker.is_sandbox_stop_deferrable(),
         };
         let span = span(self.worker.pod(), self.worker.state);
-        let reported = key.clone();
+        let (reported, steps) = (key.clone(), op.steps());
         let work = async move {
             let (outcome, asset) = job.execute(&op).await;
             job.tools.inbox.report(Report {
@@ -465,7 +466,9 @@ impl Shell {
             });
         };
         // The worker's span adds the pod to log lines, even without tracing.
-        let work = work.instrument(span).instrument(tracing::Span::current());
+        let work = within_steps(steps, work)
+            .instrument(span)
+            .instrument(tracing::Span::current());
         let task = tokio::spawn(work);
         self.running.insert(
             key,

@@ -37,8 +37,8 @@ impl Decision {
             state: worker.state,
             begin: turn.begin.iter().map(Op::key).collect(),
             cancel: turn.cancel.clone(),
-            phase: worker.status.phase.clone(),
-            waiting: worker.waiting.clone(),
+            phase: worker.status().phase.clone(),
+            waiting: worker.waiting().map(ToOwned::to_owned),
             wake_at: turn.wake_at,
         }
     }
@@ -248,7 +248,7 @@ impl Record {
 
 /// The format of the files of `holdfast agent record`. A change of the inputs or of the worker's state that an older file
 /// does not have increases it.
-pub const FORMAT: u32 = 1;
+pub const FORMAT: u32 = 2;
 
 /// A record with its origin: the file format of `holdfast agent record`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -2,39 +2,28 @@
 
 use jiff::{SignedDuration, Timestamp};
 
-use super::{Op, Worker};
+use super::Worker;
+
+/// Moves a time.
+pub(super) fn shift(at: &mut Timestamp, by: SignedDuration) {
+    *at = at.checked_add(by).unwrap_or(*at);
+}
+
+/// Moves the times that are set.
+pub(super) fn shift_all<const N: usize>(times: [&mut Option<Timestamp>; N], by: SignedDuration) {
+    times.into_iter().flatten().for_each(|at| shift(at, by));
+}
 
 impl Worker {
     /// Moves all timers of the worker. Times from elsewhere, such as the exit of a container or the start of the pod,
     /// stay.
     pub(super) fn move_timers(&mut self, by: SignedDuration) {
-        let moved = |at: &mut Timestamp| *at = at.checked_add(by).unwrap_or(*at);
-        let optional = [
-            &mut self.publish_at,
-            &mut self.stop_by,
-            &mut self.prepared_at,
-            &mut self.upkeep_at,
-            &mut self.volumes.at,
-            &mut self.volumes.retry_at,
-            &mut self.volumes.changed_at,
-            &mut self.sandbox_at,
-            &mut self.wake_at,
-            &mut self.audit_at,
-        ];
-        optional.into_iter().flatten().for_each(moved);
-        self.stops.values_mut().for_each(moved);
-        for retry in &mut self.retries {
-            moved(&mut retry.since);
-            moved(&mut retry.until);
-        }
-        if let Some((_, at)) = &mut self.mirrored {
-            moved(at);
-        }
-        for op in &mut self.in_flight {
-            if let Op::Stop { until, .. } | Op::PreStop { until, .. } = op {
-                moved(until);
-            }
-        }
-        self.backoff.adjust_clock(by);
+        self.readiness.move_timers(by);
+        self.operations.move_timers(by);
+        self.restarts.move_timers(by);
+        self.stops.move_timers(by);
+        self.publication.move_timers(by);
+        self.ending.move_timers(by);
+        shift_all([&mut self.wake_at], by);
     }
 }

@@ -1,7 +1,7 @@
 //! Decides which runtime events need an observation. Most events are echoes: the worker's own operations come back as
 //! events, often before the call returns.
 
-use super::{Op, State, Worker};
+use super::Op;
 use crate::pod::observed::{ContainerState, EventKind, ObservedPod, RuntimeEvent};
 
 /// The effect of an event.
@@ -30,9 +30,9 @@ fn completes_immediately(op: &Op) -> bool {
 
 /// Determines the effect of an event from the worker's state and its running operations. Exits and removals always need
 /// an observation, as the runtime has more details.
-pub(super) fn event_effect(
+pub(super) fn event_effect<'a>(
     observed: Option<&ObservedPod>,
-    in_flight: &[Op],
+    mut in_flight: impl Iterator<Item = &'a Op>,
     event: &RuntimeEvent,
 ) -> EventEffect {
     let Some(observed) = observed else {
@@ -48,44 +48,9 @@ pub(super) fn event_effect(
     };
     if is_known {
         EventEffect::Known
-    } else if in_flight.iter().any(completes_immediately) {
+    } else if in_flight.any(completes_immediately) {
         EventEffect::Defer
     } else {
         EventEffect::Observe
-    }
-}
-
-impl Worker {
-    /// Applies an event. Returns false if it has no effect, now or later.
-    pub(super) fn apply_event(&mut self, event: RuntimeEvent) -> bool {
-        if matches!(self.state, State::Finished { .. }) {
-            return self.apply_late_event(&event);
-        }
-        match event_effect(self.observed.as_deref(), &self.in_flight, &event) {
-            EventEffect::Known => return false,
-            EventEffect::Defer if self.events.contains(&event) => return false,
-            EventEffect::Defer => self.events.push(event),
-            EventEffect::Observe => self.observe_needed = true,
-        }
-        true
-    }
-
-    /// For a finished pod, only new sandboxes and containers matter. Its exited containers are removed later.
-    fn apply_late_event(&mut self, event: &RuntimeEvent) -> bool {
-        let known = self.observed.iter().flat_map(|observed| {
-            let containers = observed.containers.iter().map(|c| &c.id);
-            containers.chain(observed.sandboxes.iter().map(|s| &s.id))
-        });
-        let is_new = matches!(event.kind, EventKind::Created | EventKind::Started)
-            && !known.into_iter().any(|id| *id == event.id);
-        self.recheck |= is_new;
-        is_new
-    }
-
-    /// An operation has completed: evaluates the deferred events again.
-    pub(super) fn settle_events(&mut self) {
-        for event in std::mem::take(&mut self.events) {
-            self.apply_event(event);
-        }
     }
 }

@@ -1,5 +1,5 @@
-//! The inputs, operations and outcomes of a pod's worker. All can be serialised: a recorded run is replayed by passing
-//! its inputs to a worker again.
+//! The inputs of a pod's worker, the outcomes of its operations, and its events. Inputs and outcomes can be serialised: a
+//! recorded run is replayed by passing its inputs to a worker again.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,14 +8,13 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
 use serde::{Deserialize, Serialize};
 
+use super::Key;
 use crate::fault::{Class, Fault};
 use crate::pod;
-use crate::pod::actions::{Kill, Start};
 use crate::pod::lifecycle::Intent;
 use crate::pod::lifecycle::Verdict;
 use crate::pod::observed::{Container, ObservedPod, RuntimeEvent};
 use crate::pod::probe::Kind;
-use crate::pod::resize::Sizes;
 use crate::pod::status::devices::OfPod as DeviceHealth;
 
 /// The desired state of a pod according to its source.
@@ -208,187 +207,6 @@ impl Input {
     }
 }
 
-/// An operation that an executor carries out for the worker.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub enum Op {
-    /// Observe the pod in the runtime. The first observation also reads the logs, for restart counts.
-    Observe {
-        /// Whether the logs are read too.
-        logs: bool,
-    },
-    /// Request admission by the node. Completes when the node has decided.
-    Admit,
-    /// Request the sizes of the pod's current spec from the node.
-    #[serde(rename = "Grow")]
-    RequestResize,
-    /// Report to the node that the pod requests no other sizes than it has.
-    #[serde(rename = "Withdraw")]
-    CancelResize,
-    /// Create or update a static pod's mirror.
-    Mirror,
-    /// Prepare for a sandbox: determine the runtime handler and the user namespace, and create the cgroup and the
-    /// directories.
-    Prepare,
-    /// Check and repair the cgroup and the directories of a pod that has a sandbox. No other operation waits for this.
-    Upkeep,
-    /// Set up or refresh the volumes.
-    Volumes {
-        /// Whether the volumes were set up before, by the agent that started the running containers.
-        known: bool,
-    },
-    /// Create a sandbox.
-    Sandbox {
-        /// The number of earlier sandboxes.
-        attempt: u32,
-    },
-    /// Ensure that a container's image is present.
-    Pull(Start),
-    /// Create and start a container, and run its postStart hook.
-    Start {
-        /// The container with its role and attempt.
-        start: Start,
-        /// The id of the container's sandbox.
-        sandbox: String,
-        /// The sandbox's attempt, to rebuild the sandbox's configuration if it is not cached.
-        attempt: u32,
-        /// The sandbox's addresses, for the environment and the hosts file. Empty on the host network.
-        ips: Vec<String>,
-    },
-    /// Run a sidecar's preStop hook and emit the event for its stop, before it is the sidecar's turn to stop.
-    PreStop {
-        /// The container, and the event's message.
-        kill: Kill,
-        /// When its grace period expires.
-        until: Timestamp,
-    },
-    /// Stop a container: preStop hook, stop signal, and SIGKILL at the deadline.
-    Stop {
-        /// The container, and the event's message.
-        kill: Kill,
-        /// Whether this is the first try, which emits the event and runs the hook.
-        first: bool,
-        /// When its grace period expires.
-        until: Timestamp,
-    },
-    /// Stop a sandbox and release its addresses.
-    StopSandbox(String),
-    /// Unprepare the resource claims of a pod that has stopped, before its terminal status is published.
-    #[serde(rename = "ReturnClaims")]
-    UnprepareClaims,
-    /// Kill containers and remove them, in this order, so that all of them restart (KEP-5532).
-    RestartAll(Vec<Kill>),
-    /// Resize running containers and the pod's cgroup to the granted sizes.
-    Resize {
-        /// The names of the containers whose size differs from the granted one.
-        names: Vec<String>,
-        /// The sizes of all containers and the cgroup afterwards.
-        to: Sizes,
-    },
-    /// Remove exited containers and stopped sandboxes that are no longer needed.
-    Collect {
-        /// Containers: id, name and attempt.
-        containers: Vec<(String, String, u32)>,
-        /// Ids of sandboxes.
-        sandboxes: Vec<String>,
-    },
-    /// Release the pod's resources.
-    Release {
-        /// Whether containers, logs and directories are removed too.
-        content: bool,
-    },
-    /// Write the last status and remove the object from the API.
-    Finalise,
-}
-
-/// The subject of an operation. A worker runs at most one operation per key.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum Key {
-    /// See [`Op::Observe`].
-    Observe,
-    /// See [`Op::Admit`].
-    Admit,
-    /// See [`Op::RequestResize`] and [`Op::CancelResize`], which must reach the node in order.
-    #[serde(rename = "Grow")]
-    ResizeRequest,
-    /// See [`Op::Mirror`].
-    Mirror,
-    /// See [`Op::Prepare`].
-    Prepare,
-    /// See [`Op::Upkeep`].
-    Upkeep,
-    /// See [`Op::Volumes`].
-    Volumes,
-    /// See [`Op::Sandbox`].
-    Sandbox,
-    /// See [`Op::Pull`]; the container's name.
-    Pull(String),
-    /// See [`Op::Start`]; the container's name.
-    Start(String),
-    /// See [`Op::PreStop`]; the container's id.
-    PreStop(String),
-    /// See [`Op::Stop`]; the container's id.
-    Stop(String),
-    /// See [`Op::StopSandbox`]; its id.
-    StopSandbox(String),
-    /// See [`Op::UnprepareClaims`].
-    #[serde(rename = "ReturnClaims")]
-    UnprepareClaims,
-    /// See [`Op::RestartAll`].
-    RestartAll,
-    /// See [`Op::Resize`].
-    Resize,
-    /// See [`Op::Collect`].
-    Collect,
-    /// See [`Op::Release`].
-    Release,
-    /// See [`Op::Finalise`].
-    Finalise,
-}
-
-impl Op {
-    /// Whether the operation changes the runtime.
-    #[must_use]
-    pub fn changes_runtime(&self) -> bool {
-        matches!(
-            self,
-            Op::Sandbox { .. }
-                | Op::Start { .. }
-                | Op::PreStop { .. }
-                | Op::Stop { .. }
-                | Op::StopSandbox(_)
-                | Op::RestartAll(_)
-                | Op::Resize { .. }
-                | Op::Collect { .. }
-        )
-    }
-
-    /// The operation's key.
-    #[must_use]
-    pub fn key(&self) -> Key {
-        match self {
-            Op::Observe { .. } => Key::Observe,
-            Op::Admit => Key::Admit,
-            Op::RequestResize | Op::CancelResize => Key::ResizeRequest,
-            Op::Mirror => Key::Mirror,
-            Op::Prepare => Key::Prepare,
-            Op::Upkeep => Key::Upkeep,
-            Op::Volumes { .. } => Key::Volumes,
-            Op::Sandbox { .. } => Key::Sandbox,
-            Op::Pull(start) => Key::Pull(start.container.name.clone()),
-            Op::Start { start, .. } => Key::Start(start.container.name.clone()),
-            Op::PreStop { kill, .. } => Key::PreStop(kill.id.clone()),
-            Op::Stop { kill, .. } => Key::Stop(kill.id.clone()),
-            Op::StopSandbox(id) => Key::StopSandbox(id.clone()),
-            Op::UnprepareClaims => Key::UnprepareClaims,
-            Op::RestartAll(_) => Key::RestartAll,
-            Op::Resize { .. } => Key::Resize,
-            Op::Collect { .. } => Key::Collect,
-            Op::Release { .. } => Key::Release,
-            Op::Finalise => Key::Finalise,
-        }
-    }
-}
-
 /// The outcome of an operation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Outcome {
@@ -483,4 +301,24 @@ pub struct PodEvent {
     pub reason: String,
     /// The message for users.
     pub message: String,
+}
+
+impl PodEvent {
+    /// A normal event about the whole pod.
+    pub(super) fn normal(reason: &str, message: impl Into<String>) -> PodEvent {
+        PodEvent {
+            field_path: None,
+            warning: false,
+            reason: reason.into(),
+            message: message.into(),
+        }
+    }
+
+    /// A warning about the whole pod.
+    pub(super) fn warning(reason: &str, message: impl Into<String>) -> PodEvent {
+        PodEvent {
+            warning: true,
+            ..PodEvent::normal(reason, message)
+        }
+    }
 }

@@ -1,9 +1,11 @@
 use super::*;
 use crate::fault::Fault;
-use crate::pod::observed::{Container, Sandbox};
+use crate::pod::Role;
+use crate::pod::observed::{Container, ContainerState, Sandbox};
 use crate::pod::record::Record;
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 
 mod bounds;
 mod claims;
@@ -71,7 +73,7 @@ impl Run {
     fn restarted(self) -> Run {
         let mut update = self.worker.update().clone();
         let mut pod = Pod::clone(&update.pod);
-        pod.status = Some(Arc::unwrap_or_clone(self.worker.status));
+        pod.status = Some(PodStatus::clone(self.worker.status()));
         update.pod = Arc::new(pod);
         update.object = Some(Arc::clone(&update.pod));
         Run::over(self.runtime, update)
@@ -178,8 +180,8 @@ impl Run {
 
     /// Whether the worker waits for nothing although a container has no instance in the current sandbox.
     fn is_overconfident(&self) -> bool {
-        let Some(seen) = self.worker.observed.as_ref() else {
-            return self.worker.waiting.is_none();
+        let Some(seen) = self.worker.observed() else {
+            return self.worker.waiting().is_none();
         };
         let here = |name: &str| {
             let sandbox = seen.sandboxes.first().map(|s| &s.id);
@@ -192,7 +194,7 @@ impl Run {
             newest.is_some_and(|c| c.state == ContainerState::Exited && c.exit_code == 0)
         };
         let mut containers = pod::spec(self.worker.pod()).containers.iter();
-        self.worker.waiting.is_none() && containers.any(|c| !here(&c.name) && !succeeded(&c.name))
+        self.worker.waiting().is_none() && containers.any(|c| !here(&c.name) && !succeeded(&c.name))
     }
 
     /// Completes operations until none is left, except for those that `held` selects. The time does not change.
@@ -212,7 +214,7 @@ impl Run {
     }
 
     fn phase(&self) -> &str {
-        self.worker.status.phase.as_deref().unwrap_or_default()
+        self.worker.status().phase.as_deref().unwrap_or_default()
     }
 
     fn count(&self, key: &Key) -> usize {
@@ -280,10 +282,7 @@ fn a_container_starts_as_soon_as_its_sidecar_has_started() {
         .collect();
     assert_eq!(starts, [&start("s"), &start("t"), &start("c")]);
     assert_eq!(run.now, 0, "without a delay");
-    assert_eq!(
-        (run.phase(), run.worker.waiting.as_deref()),
-        ("Running", None)
-    );
+    assert_eq!((run.phase(), run.worker.waiting()), ("Running", None));
 }
 
 /// A pod with a sidecar, an init container and a regular container.
@@ -297,7 +296,7 @@ fn a_restarted_init_container_delays_later_containers() {
     let mut run = Run::new(a_pod(with_init("Always"), json!({})));
     for attempt in 0..2 {
         run.settle();
-        let why = run.worker.waiting.clone().unwrap_or_default();
+        let why = run.worker.waiting().unwrap_or_default().to_owned();
         assert!(
             why.contains("container c waits for init container t to complete"),
             "{attempt}: {why:?}"
@@ -305,10 +304,7 @@ fn a_restarted_init_container_delays_later_containers() {
         run.exit(&format!("t{attempt}"), 0);
         run.input(Input::Hint);
         run.settle();
-        assert_eq!(
-            (run.phase(), run.worker.waiting.as_deref()),
-            ("Running", None)
-        );
+        assert_eq!((run.phase(), run.worker.waiting()), ("Running", None));
         run.lose_sandbox();
         run.input(Input::Hint);
         // Creating another sandbox is subject to back-off.
@@ -368,7 +364,7 @@ fn a_pod_with_a_starting_container_is_not_settled() {
     for input in [Input::Hint, Input::Tick, Input::VolumesChanged] {
         run.input(input);
         run.settle_but(|op| matches!(op, Op::Start { .. }));
-        let why = run.worker.waiting.clone().unwrap_or_default();
+        let why = run.worker.waiting().unwrap_or_default().to_owned();
         assert!(why.contains("container s is being started"), "{why}");
     }
 }
@@ -522,7 +518,7 @@ fn a_restart_keeps_a_static_pods_readiness_until_its_mirror_arrives() {
         kind: crate::pod::probe::Kind::Readiness,
         result: true,
     });
-    let before = run.worker.status.clone();
+    let before = run.worker.status().clone();
     let ready = |status: &PodStatus| {
         let conditions = status.conditions.clone().expect("conditions");
         let ready = conditions.into_iter().find(|c| c.type_ == "Ready");
@@ -547,7 +543,7 @@ fn a_restart_keeps_a_static_pods_readiness_until_its_mirror_arrives() {
     again.published.clear();
     again.input(Input::Update(update));
     again.settle();
-    assert_eq!(ready(&again.worker.status), ready(&before));
+    assert_eq!(ready(again.worker.status()), ready(&before));
     assert!(
         again.published.iter().all(|s| ready(s) == ready(&before)),
         "{:?}",
@@ -594,7 +590,7 @@ fn a_pods_life_takes_three_status_updates() {
         let mut containers = status.container_statuses.iter().flatten();
         containers.any(|c| c.state.as_ref().is_some_and(|s| s.terminated.is_some()))
     };
-    assert!(ended(&run.worker.status) && run.waiting.iter().any(stopping));
+    assert!(ended(run.worker.status()) && run.waiting.iter().any(stopping));
     assert!(
         !run.published.iter().any(ended),
         "the status waits for the sandbox stop"
@@ -680,7 +676,7 @@ fn a_pod_that_waits_for_the_network_reports_it() {
     run.input(Input::Network(Network::NotReady("no plugin".into())));
     run.settle();
     assert_eq!((run.phase(), run.count(&Key::Sandbox)), ("Pending", 0));
-    let why = run.worker.waiting.clone().unwrap_or_default();
+    let why = run.worker.waiting().unwrap_or_default().to_owned();
     assert!(why.contains("waits for the pod's sandbox"), "{why}");
     run.input(Input::Network(Network::Ready));
     run.settle();
@@ -754,7 +750,7 @@ proptest! {
                 (15, _) => {
                     let mut echo = run.worker.update().clone();
                     let mut pod = Pod::clone(&echo.pod);
-                    pod.status = Some(PodStatus::clone(&run.worker.status));
+                    pod.status = Some(PodStatus::clone(run.worker.status()));
                     echo.pod = Arc::new(pod);
                     echo.object = Some(Arc::clone(&echo.pod));
                     run.input(Input::Update(echo));

@@ -36,7 +36,7 @@ fn running() -> ObservedPod {
 }
 
 fn is_published_as_terminal(run: &Run, phase: &str) {
-    let status = &run.worker.status;
+    let status = run.worker.status();
     assert_eq!(run.phase(), phase);
     assert_eq!(status.reason.as_deref(), Some("Evicted"));
     assert_eq!(status.message.as_deref(), Some("m"));
@@ -100,7 +100,7 @@ fn container_exits_are_reported_after_a_foreign_terminal_phase() {
     run.published.clear();
     run.input(Input::Update(with_status(2, json!({"phase": "Failed"}))));
     run.settle();
-    let status = &run.worker.status;
+    let status = run.worker.status();
     assert_eq!((run.phase(), run.runtime.live().count()), ("Failed", 0));
     let container = &status.container_statuses.as_ref().expect("statuses")[0];
     let ended = container.state.as_ref().and_then(|s| s.terminated.as_ref());
@@ -185,7 +185,7 @@ fn a_preempted_pods_phase_follows_its_containers() {
         run.exit("c0", code);
         run.done(&Key::Stop("c0".into()), Outcome::Done);
         run.settle();
-        let status = &run.worker.status;
+        let status = run.worker.status();
         assert_eq!(run.phase(), phase, "{cause:?} {code}");
         assert_eq!(status.reason.as_deref(), reason, "{cause:?} {code}");
         assert_eq!(status.message.is_some(), reason.is_some());

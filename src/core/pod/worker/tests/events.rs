@@ -88,10 +88,10 @@ fn an_event_counts_only_if_it_reports_an_unknown_state() {
             known.state = state;
             observed.containers.push(known);
         }
-        let effect = event_effect(Some(&observed), &in_flight, &event(id, kind));
+        let effect = event_effect(Some(&observed), in_flight.iter(), &event(id, kind));
         assert_eq!(effect, expected, "{state:?} {in_flight:?} {id} {kind:?}");
     }
-    let effect = event_effect(None, &[], &event("c0", EventKind::Created));
+    let effect = event_effect(None, [].iter(), &event("c0", EventKind::Created));
     assert_eq!(effect, Observe, "nothing has been observed yet");
 }
 
@@ -187,7 +187,7 @@ fn an_observed_exit_is_not_reverted_by_an_older_response() {
     run.settle_but(|op| op.key() == start("c"));
     let (id, seen) = ("c0".into(), Some(Box::new(made)));
     run.done(&start("c"), Outcome::Started { id, seen });
-    let known = run.worker.observed.clone().unwrap_or_default();
+    let known = run.worker.observed().cloned().unwrap_or_default();
     let newest = known.newest("c").map(|c| (c.state, c.exit_code));
     assert_eq!(newest, Some((ContainerState::Exited, 3)));
 }

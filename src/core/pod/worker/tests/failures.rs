@@ -141,6 +141,37 @@ fn a_change_during_an_operation_that_fails_ends_its_back_off() {
     }
 }
 
+/// The same applies to an image pull, whose failures count for the start of its container: the start and the pull share
+/// one back-off.
+#[test]
+fn a_change_during_a_failing_image_pull_ends_the_back_off_of_the_start() {
+    for (class, again) in [
+        (Class::WaitForChange, true),
+        (Class::RetryLater, false),
+        (Class::Final, false),
+    ] {
+        let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+        let mut run = Run::new(a_pod(spec, json!({})));
+        let pull = Key::Pull("c".into());
+        run.settle_but(|op| op.key() == pull);
+        assert_eq!(pause(&mut run, &pull, waits(class)), 10_000, "{class:?}");
+        run.input(Input::RuntimeBack);
+        let after = pause(&mut run, &pull, waits(class));
+        assert_eq!(after <= 500, again, "{class:?}: {after} ms");
+        let after = pause(&mut run, &pull, waits(class));
+        assert!(after >= 10_000, "{class:?}: only once, but {after} ms");
+        // The start continues the back-off of the pull.
+        run.settle_but(|op| matches!(op, Op::Start { .. }));
+        let after = pause(&mut run, &start("c"), waits(class));
+        let expected = if class == Class::Final {
+            40_000
+        } else {
+            10_000
+        };
+        assert!(after >= expected, "{class:?}: {after} ms");
+    }
+}
+
 /// An object may change continually, and the runtime may fail as soon as it is back (simulation seed 1317).
 #[test]
 fn frequent_changes_do_not_bypass_the_back_off() {

@@ -17,7 +17,7 @@ fn a_rejected_running_pod_stops_before_it_is_failed() {
     run.settle_but(|op| matches!(op, Op::Stop { .. }));
     assert_eq!(run.phase(), "Running", "its containers are running");
     run.settle();
-    let status = &run.worker.status;
+    let status = run.worker.status();
     assert_eq!(run.phase(), "Failed");
     assert_eq!(status.reason.as_deref(), Some("NodeAffinity"));
     assert_eq!(status.message.as_deref(), Some("Pod was rejected: no"));
@@ -40,9 +40,12 @@ fn a_rejected_pending_pod_stops_before_it_is_failed() {
         assert_eq!((run.phase(), run.runtime.live().count()), ("Pending", 2));
         let mut run = run.restarted();
         if !written {
-            let status = Arc::make_mut(&mut run.worker.status);
-            status.init_container_statuses = None;
-            status.container_statuses = None;
+            let status = PodStatus::clone(run.worker.status());
+            run.worker.publication.apply_status(PodStatus {
+                init_container_statuses: None,
+                container_statuses: None,
+                ..status
+            });
         }
         run.settle_but(|op| matches!(op, Op::Admit | Op::Observe { .. }));
         let refused = Outcome::Refused {
@@ -67,12 +70,12 @@ fn a_rejected_pod_keeps_its_start_time() {
     };
     run.settle_but(|op| matches!(op, Op::Admit | Op::Observe { .. }));
     run.done(&Key::Admit, refused);
-    let started = run.worker.status.start_time.clone();
+    let started = run.worker.status().start_time.clone();
     let mut run = run.restarted();
     run.now += 100_000;
     run.settle();
     assert!(started.is_some());
-    assert_eq!(run.worker.status.start_time, started);
+    assert_eq!(run.worker.status().start_time, started);
 }
 
 /// `kubectl get` shows the reason of a terminated container rather than the pod's. If a pod was rejected before it was
@@ -88,7 +91,7 @@ fn a_rejected_pod_has_no_container_statuses() {
     run.done(&Key::Admit, refused);
     run.settle();
     let mut run = {
-        let status = &run.worker.status;
+        let status = run.worker.status();
         assert_eq!(run.phase(), "Failed");
         assert_eq!(status.reason.as_deref(), Some("SysctlForbidden"));
         assert!(status.container_statuses.is_none() && status.init_container_statuses.is_none());
@@ -96,7 +99,7 @@ fn a_rejected_pod_has_no_container_statuses() {
         run.restarted()
     };
     run.settle();
-    let status = &run.worker.status;
+    let status = run.worker.status();
     assert_eq!(status.reason.as_deref(), Some("SysctlForbidden"));
     assert!(status.container_statuses.is_none() && status.init_container_statuses.is_none());
 }
@@ -114,7 +117,7 @@ fn a_pod_is_rejected_for_its_volumes() {
     };
     run.done(&Key::Volumes, refused);
     run.settle();
-    let status = &run.worker.status;
+    let status = run.worker.status();
     assert_eq!(run.phase(), "Failed");
     assert_eq!(
         status.reason.as_deref(),

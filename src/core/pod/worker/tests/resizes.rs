@@ -19,7 +19,7 @@ fn running(policy: &str) -> Run {
 
 /// The observed generation, and the status's conditions about the resize: type, reason and message.
 fn resize_status(run: &Run) -> (i64, Vec<(String, String, String)>) {
-    let status = &run.worker.status;
+    let status = run.worker.status();
     let conditions = status.conditions.iter().flatten();
     let resizes = conditions.filter(|c| c.type_.starts_with("PodResize"));
     let text = |text: &Option<String>| text.clone().unwrap_or_default();
@@ -64,7 +64,7 @@ fn the_observed_generation_follows_the_resize_decision() {
     let mut run = run.restarted();
     run.settle();
     assert_eq!(resize_status(&run), (2, vec![]));
-    let resources = run.worker.status.container_statuses.as_ref();
+    let resources = run.worker.status().container_statuses.as_ref();
     let resources = resources.and_then(|all| all[0].resources.clone());
     assert_eq!(json!(resources), json!({"requests": {"cpu": "2"}}));
 }
@@ -182,7 +182,7 @@ fn the_cgroup_is_resized_after_a_container_restarts_for_its_resize() {
         (resize_status(&run), run.count(&Key::Resize)),
         ((2, vec![]), 1)
     );
-    let status = run.worker.status.container_statuses.as_ref();
+    let status = run.worker.status().container_statuses.as_ref();
     assert_eq!(status.map(|all| all[0].restart_count), Some(1));
 }
 
@@ -200,7 +200,7 @@ fn a_failed_resize_is_reverted_after_its_request_is_withdrawn() {
         );
         run.settle();
         let cpu = |run: &Run| {
-            let all = run.worker.status.container_statuses.as_ref();
+            let all = run.worker.status().container_statuses.as_ref();
             let resources = all.and_then(|all| all[0].resources.clone());
             resources.and_then(|r| Some(r.requests?["cpu"].0.clone()))
         };
@@ -248,7 +248,7 @@ fn a_resize_begun_by_an_earlier_agent_is_reverted() {
     updated(&mut run, sized(2, "2", "NotRequired"));
     run.settle_but(|op| matches!(op, Op::Resize { .. }));
     assert_eq!(resize_status(&run), (2, one("PodResizeInProgress", "", "")));
-    let (runtime, status) = (run.runtime, run.worker.status);
+    let (runtime, status) = (run.runtime, Arc::clone(run.worker.status()));
     let mut update = sized(3, "1", "NotRequired");
     let mut pod = Pod::clone(&update.pod);
     pod.status = Some(Arc::unwrap_or_clone(status));

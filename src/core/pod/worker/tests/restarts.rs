@@ -105,10 +105,7 @@ fn no_container_starts_in_a_stopping_sandbox() {
         1,
         "a succeeded container does not run again"
     );
-    assert_eq!(
-        (run.phase(), run.worker.waiting.as_deref()),
-        ("Running", None)
-    );
+    assert_eq!((run.phase(), run.worker.waiting()), ("Running", None));
     run.exit(&run.runtime.newest("b").expect("b").id.clone(), 0);
     run.input(Input::Hint);
     run.settle();

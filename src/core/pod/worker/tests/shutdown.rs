@@ -24,7 +24,7 @@ fn a_shutdown_stops_pods_and_shortens_running_grace_periods() {
     let turn = run.input(Input::Terminate(verdict(10)));
     assert_eq!(turn.wake_at, Some(at(10_000)));
     run.settle();
-    let status = &run.worker.status;
+    let status = run.worker.status();
     assert_eq!(
         (status.phase.as_deref(), status.reason.as_deref()),
         (Some("Failed"), Some("Terminated"))
@@ -103,7 +103,7 @@ fn an_eviction_shortens_the_grace_period_of_a_terminating_pod() {
         assert_eq!(turn.events.len(), usize::from(is_deleted));
         assert_eq!(run.input(evicted(60)).wake_at, Some(at(2000)));
         run.settle();
-        let status = &run.worker.status;
+        let status = run.worker.status();
         assert_eq!(
             (status.phase.as_deref(), status.reason.as_deref()),
             (Some("Failed"), Some("Evicted"))

@@ -63,7 +63,7 @@ fn comes_to(
     run.now = 60_000;
     run.input(Input::Tick);
     run.settle();
-    let status = &run.worker.status;
+    let status = run.worker.status();
     let container = &status.container_statuses.as_ref().expect("statuses")[0];
     let found = (run.phase(), run.count(&start("c")), container.restart_count);
     assert_eq!(found, expected, "{case}");
@@ -145,7 +145,7 @@ fn a_late_mirror_reverts_nothing() {
         assert_eq!(run.phase(), "Running");
         run.input(Input::Update(with_mirror("Never", 2, mirror())));
         run.settle();
-        let status = &run.worker.status;
+        let status = run.worker.status();
         assert_eq!((run.phase(), &status.reason), ("Running", &None));
         let container = &status.container_statuses.as_ref().expect("statuses")[0];
         assert_eq!(container.restart_count, restarts);

@@ -153,7 +153,7 @@ fn each_stop_of_a_pod_has_the_full_grace_period() {
         run.runtime.sandboxes[0].ready = true;
         run.input(Input::Hint);
         run.settle();
-        assert!(run.worker.observed.as_ref().is_some_and(|o| o.runs("c")));
+        assert!(run.worker.observed().is_some_and(|o| o.runs("c")));
         run.now += 3_600_000;
         run.input(Input::Tick);
         run.settle();
@@ -194,7 +194,7 @@ fn a_container_whose_post_start_hook_failed_is_stopped_before_the_next_one_start
         until: at(7_000),
     };
     assert_eq!(run.waiting, [stop], "b is not started");
-    let all = run.worker.status.container_statuses.as_ref();
+    let all = run.worker.status().container_statuses.as_ref();
     let container = &all.expect("statuses")[0];
     assert!(
         !container.ready && container.started != Some(true),

@@ -12,7 +12,7 @@ fn failed_volume_refreshes_are_retried_and_delay_no_start() {
     for _ in 0..6 {
         assert!(run.waiting.iter().any(|op| op.key() == Key::Volumes));
         let turn = run.done(&Key::Volumes, outdated());
-        let why = run.worker.waiting.clone().unwrap_or_default();
+        let why = run.worker.waiting().unwrap_or_default().to_owned();
         assert!(why.contains("refreshing its volumes failed"), "{why}");
         let wake = turn.wake_at.expect("the time of the retry");
         pauses.push(wake.duration_since(at(run.now)).as_millis());
@@ -34,7 +34,7 @@ fn failed_volume_refreshes_are_retried_and_delay_no_start() {
     run.now += 10_000;
     run.input(Input::Tick);
     run.settle();
-    let why = run.worker.waiting.clone().unwrap_or_default();
+    let why = run.worker.waiting().unwrap_or_default().to_owned();
     assert!(!why.contains("refreshing its volumes failed"), "{why}");
 }
 
@@ -70,7 +70,7 @@ fn a_non_blocking_failure_is_retried_when_due() {
     let then = at(run.now + 700);
     let turn = run.done(&Key::Volumes, Outcome::RetryPart(then));
     assert_eq!(turn.wake_at, Some(then));
-    assert_eq!(run.worker.waiting, None);
+    assert_eq!(run.worker.waiting(), None);
     run.now += 700;
     run.input(Input::Tick);
     assert!(run.waiting.iter().any(|op| op.key() == Key::Volumes));
@@ -107,7 +107,7 @@ fn directories_are_prepared_in_time_while_volume_refreshes_fail() {
 }
 
 fn is_ready_to_start(run: &Run) -> bool {
-    let mut conditions = run.worker.status.conditions.iter().flatten();
+    let mut conditions = run.worker.status().conditions.iter().flatten();
     conditions.any(|c| c.type_ == "PodReadyToStartContainers" && c.status == "True")
 }
 
@@ -171,7 +171,7 @@ fn failing_upkeep_blocks_no_other_operation() {
             assert_eq!(run.count(&Key::Prepare), before.0, "{hangs} {restarted}");
             assert!(run.count(&Key::Volumes) > before.1, "{hangs} {restarted}");
             assert!(
-                run.worker.observed.as_ref().is_some_and(|o| o.runs("c")),
+                run.worker.observed().is_some_and(|o| o.runs("c")),
                 "{hangs} {restarted}"
             );
             assert_eq!(run.runtime.newest("c").map(|c| c.attempt), Some(1));
