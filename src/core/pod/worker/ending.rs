@@ -50,10 +50,10 @@ enum Removal {
 /// The pod's resource claims (KEP-4381).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 enum Claims {
-    /// They may be prepared.
+    /// Drivers may have prepared claims.
     #[default]
     Held,
-    /// They were unprepared after the containers had stopped.
+    /// The claims were unprepared after the containers had stopped.
     Unprepared,
 }
 
