@@ -17,7 +17,7 @@ impl World {
         let skipped = record.entries.len().saturating_sub(12);
         let lines = record.entries.iter().skip(skipped).map(ToString::to_string);
         let lines = lines.collect::<Vec<_>>().join("\n  ");
-        format!("{lines}\n  {:?}", record.latest().observed)
+        format!("{lines}\n  {:?}", record.latest().observed())
     }
 
     /// Rule: after a while without faults, every pod matches its spec.
