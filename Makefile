@@ -94,7 +94,7 @@ licences:
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny --offline check licenses bans sources; else echo "cargo-deny is not installed; licences are not checked"; fi
 
 proto: ## Generate the code of changed protocol files
-	HOLDFAST_UPDATE=1 $(CARGO) test --locked --workspace --test generated
+	HOLDFAST_UPDATE=1 $(CARGO) test --locked --workspace --test walls generated
 
 # With opt-level 1, a seed takes less than half the time.
 sim: ## Run many seeds of the simulation (SEEDS=5000)

@@ -1,10 +1,12 @@
 //! Checks what Cargo cannot express about the structure of the code: that core has no clock and no files, which modules of
 //! the control plane and of the plugins import each other, that files do not import each other in a cycle, the maximum length
-//! of files and functions, and that a test uses each snapshot.
+//! of files and functions, that a test uses each snapshot, and that generated code is that of its sources.
 #![allow(clippy::unwrap_used)]
 
 #[path = "walls/cycles.rs"]
 mod cycles;
+#[path = "walls/generated.rs"]
+mod generated;
 #[path = "walls/snapshots.rs"]
 mod snapshots;
 

@@ -1,7 +1,7 @@
 //! Generated gRPC types, in a separate package so that they compile once.
 //!
 //! `generated` is made from the protocol files next to it by `make proto`, and committed: who builds the product
-//! builds neither a parser of protocol files nor a generator. `tests/generated.rs` fails if the two differ.
+//! builds neither a parser of protocol files nor a generator. `tests/walls/generated.rs` fails if the two differ.
 //!
 //! The messages are plain values and may be used anywhere. Only the crates `holdfast-cri`, `holdfast-csi`,
 //! `holdfast-devices` and `holdfast-probes` use the clients and servers.

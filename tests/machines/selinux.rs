@@ -159,10 +159,13 @@ fn denied() -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// Waits until every pod has a terminal phase.
+/// Waits until every pod has a terminal phase, and its container the last state. Next to the phase, a container that could not
+/// be started is waiting at first.
 fn until_all_have_exited(cluster: &Cluster) {
     let has_exited = |pod: &Value| {
-        ["Succeeded", "Failed"].contains(&pod["status"]["phase"].as_str().unwrap_or_default())
+        let status = &pod["status"];
+        ["Succeeded", "Failed"].contains(&status["phase"].as_str().unwrap_or_default())
+            && status["containerStatuses"][0]["state"]["terminated"].is_object()
     };
     cluster.wait_quietly("the pods to terminate", || {
         // A query costs as much CPU time as the pods need.

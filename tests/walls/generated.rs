@@ -1,5 +1,4 @@
 //! The generated code is that of the protocol files. protox reads them, so no `protoc` is needed.
-#![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -36,7 +35,7 @@ fn read(dir: &Path) -> BTreeMap<String, String> {
 /// With `HOLDFAST_UPDATE=1` (`make proto`), the committed code is replaced.
 #[test]
 fn the_committed_code_is_generated_from_the_protocol_files() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let root = &Path::new(env!("CARGO_MANIFEST_DIR")).join("proto");
     let committed = root.join("generated");
     let dir = tempfile::tempdir().unwrap();
     let files = protox::compile(FILES, [root]).unwrap();
