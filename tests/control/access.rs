@@ -8,7 +8,7 @@ use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 
 use crate::jobs::Plane;
-use crate::server::{MERGE, PODS, Server, pod};
+use crate::server::{PODS, Server, bytes, pod, request};
 
 #[tokio::test]
 async fn tokens_name_their_account_and_expire_with_their_pod() {
@@ -76,12 +76,7 @@ async fn roles_grant_their_rules_and_users_grant_only_what_they_have() {
             .await;
     }
     let alice = |method: &str, url: &str, body: &Value| {
-        let body = if body.is_null() {
-            vec![]
-        } else {
-            body.to_string().into_bytes()
-        };
-        let mut request = Server::request(method, url, "application/json", body);
+        let mut request = Server::request(method, url, "application/json", bytes(body));
         request.user = User {
             name: "alice".into(),
             groups: vec!["devs".into(), "system:authenticated".into()],
@@ -268,21 +263,7 @@ async fn a_node_reads_only_objects_of_its_pods() {
             .await;
     }
     let node = |method: &str, url: &str, body: Value| {
-        let body = if body.is_null() {
-            vec![]
-        } else {
-            body.to_string().into_bytes()
-        };
-        let mut request = Server::request(
-            method,
-            url,
-            if method == "PATCH" {
-                MERGE
-            } else {
-                "application/json"
-            },
-            body,
-        );
+        let mut request = request(method, url, &body);
         request.user = User {
             name: "system:node:n1".into(),
             groups: vec!["system:nodes".into(), "system:authenticated".into()],

@@ -14,6 +14,25 @@ use tokio::sync::mpsc;
 pub const STRATEGIC: &str = "application/strategic-merge-patch+json";
 pub const MERGE: &str = "application/merge-patch+json";
 
+/// The JSON text of a request's body; nothing for `null`.
+pub fn bytes(body: &Value) -> Vec<u8> {
+    if body.is_null() {
+        vec![]
+    } else {
+        body.to_string().into_bytes()
+    }
+}
+
+/// An administrator's request with a JSON body, or without one for `null`; a PATCH is a merge patch.
+pub fn request(method: &str, url: &str, body: &Value) -> Request {
+    let kind = if method == "PATCH" {
+        MERGE
+    } else {
+        "application/json"
+    };
+    Server::request(method, url, kind, bytes(body))
+}
+
 pub struct Server(pub Api);
 
 pub struct Reply {
@@ -94,12 +113,7 @@ impl Server {
     }
 
     pub async fn call(&self, method: &str, url: &str, body: &Value) -> Reply {
-        let body = if body.is_null() {
-            vec![]
-        } else {
-            body.to_string().into_bytes()
-        };
-        self.send(Self::request(method, url, "application/json", body))
+        self.send(Self::request(method, url, "application/json", bytes(body)))
             .await
     }
 
@@ -118,17 +132,7 @@ impl Server {
         url: &str,
         body: &Value,
     ) -> Reply {
-        let bytes = if body.is_null() {
-            vec![]
-        } else {
-            body.to_string().into_bytes()
-        };
-        let kind = if method == "PATCH" {
-            MERGE
-        } else {
-            "application/json"
-        };
-        let mut request = Self::request(method, url, kind, bytes);
+        let mut request = request(method, url, body);
         request.user = User {
             name: name.into(),
             groups: groups

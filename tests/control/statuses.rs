@@ -7,7 +7,7 @@ use holdfast_control::api::{Answer, Request};
 use holdfast_control::store::{Bytes, Store};
 use serde_json::{Value, json};
 
-use crate::server::{MAPS, MERGE, PODS, Server, next, pod};
+use crate::server::{MAPS, PODS, Server, next, pod, request};
 
 /// The refusals so far, as text.
 #[derive(Default)]
@@ -47,21 +47,7 @@ impl Statuses {
     }
 }
 
-fn request(method: &str, url: &str, body: &Value) -> Request {
-    let kind = if method == "PATCH" {
-        MERGE
-    } else {
-        "application/json"
-    };
-    let bytes = if body.is_null() {
-        vec![]
-    } else {
-        body.to_string().into_bytes()
-    };
-    Server::request(method, url, kind, bytes)
-}
-
-/// The same as a user without any role.
+/// A request as a user without any role.
 fn of_eve(method: &str, url: &str) -> Request {
     let mut request = request(method, url, &Value::Null);
     request.user.name = "eve".into();

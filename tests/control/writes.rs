@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::server::{MAPS, MERGE, PODS, STRATEGIC, Server, pod};
+use crate::server::{MAPS, MERGE, PODS, STRATEGIC, Server, bytes, pod};
 
 /// `kubectl patch` names no fieldValidation; the response warns of dropped fields.
 #[tokio::test]
@@ -247,11 +247,7 @@ async fn a_dry_run_stores_nothing() {
         } else {
             "application/json"
         };
-        let bytes = if body.is_null() {
-            vec![]
-        } else {
-            body.to_string().into_bytes()
-        };
+        let bytes = bytes(&body);
         let dry = Server::request(method, &format!("{url}?dryRun=All"), kind, bytes.clone());
         let dry = server.send(dry).await;
         assert!(dry.code < 300, "{method} {url}: {}", dry.body);
