@@ -4,7 +4,6 @@
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use serde_json::{Value, json};
 
@@ -168,8 +167,6 @@ fn until_all_have_exited(cluster: &Cluster) {
             && status["containerStatuses"][0]["state"]["terminated"].is_object()
     };
     cluster.wait_quietly("the pods to terminate", || {
-        // A query costs as much CPU time as the pods need.
-        std::thread::sleep(Duration::from_secs(3));
         cluster.pods().iter().all(has_exited)
     });
 }
