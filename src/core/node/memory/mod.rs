@@ -21,7 +21,8 @@ use crate::pod::qos;
 use crate::pod::resources::{Amounts, Side, of_container};
 use crate::pod::{self, Role};
 pub use rules::{Reserved, Rules, is_memory, set_aside};
-pub use state::{Allocations, Block, NodeState, State, Table};
+pub(crate) use state::Allocations;
+pub use state::{Block, NodeState, State, Table};
 
 /// Requested bytes by resource.
 type Wanted = BTreeMap<String, u64>;
@@ -92,7 +93,14 @@ impl Memory {
         if let Some(why) = expected.difference(&state) {
             return Err(why);
         }
-        self.state = state;
+        self.state = if expected.has_the_memory_of(&state) {
+            state
+        } else {
+            State {
+                nodes: expected.nodes,
+                allocations: state.allocations,
+            }
+        };
         Ok(())
     }
 

@@ -64,7 +64,7 @@ impl Block {
 }
 
 /// Allocations by pod uid and container name.
-pub type Allocations = BTreeMap<String, BTreeMap<String, Vec<Block>>>;
+pub(crate) type Allocations = BTreeMap<String, BTreeMap<String, Vec<Block>>>;
 
 /// Content of a checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -151,8 +151,21 @@ impl State {
         }
     }
 
-    /// How another state differs from this one; `None` if it does not. The distribution of memory within a group of
-    /// nodes is ignored.
+    /// Whether the machine has as much memory in each NUMA node as when another state was written.
+    pub(super) fn has_the_memory_of(&self, other: &State) -> bool {
+        let totals = |state: &State| {
+            let nodes = state.nodes.values();
+            let tables = nodes.flat_map(|n| n.tables.values());
+            tables.map(|t| t.total).collect::<Vec<u64>>()
+        };
+        totals(self) == totals(other)
+    }
+
+    /// Why an earlier state does not fit this one, which has the earlier state's allocations on today's machine; `None` if
+    /// it does. The distribution of memory within a group of nodes is ignored. The kubelet also refuses to start if the
+    /// memory of a node has changed (`areMachineStatesEqual` in `pkg/kubelet/cm/memorymanager/policy_static.go`). But
+    /// hypervisors change the memory of a running machine, and then no restart may stop the node: what the containers have
+    /// must still exist.
     pub(super) fn difference(&self, other: &State) -> Option<String> {
         let ids = |state: &State| state.nodes.keys().copied().collect::<Vec<u32>>();
         if ids(self) != ids(other) {
@@ -178,20 +191,30 @@ impl State {
         if !now.tables.keys().eq(then.tables.keys()) {
             return Some(format!("NUMA node {id} had other resources"));
         }
-        let sums = |state: &State, resource: &str| {
-            let sum = |of: fn(&Table) -> u64| state.sum(now.group(), resource, of);
-            (sum(|t| t.free), sum(|t| t.reserved))
+        let sum = |state: &State, resource: &str, of: fn(&Table) -> u64| {
+            state.sum(now.group(), resource, of)
         };
-        let fixed = |t: &Table| (t.total, t.system_reserved, t.allocatable);
         let mut tables = now.tables.iter().zip(then.tables.values());
         tables.find_map(|((resource, table), was)| {
-            if fixed(table) != fixed(was) {
+            if table.system_reserved != was.system_reserved {
                 return Some(format!(
-                    "NUMA node {id} had {} bytes of {resource}, {} of them reserved; now it has {} and {}",
-                    was.total, was.system_reserved, table.total, table.system_reserved
+                    "{} bytes of {resource} of NUMA node {id} were reserved for the system; now {} are",
+                    was.system_reserved, table.system_reserved
                 ));
             }
-            let differs = sums(self, resource) != sums(other, resource);
+            let (taken, held) = (
+                sum(self, resource, |t| t.reserved),
+                sum(other, resource, |t| t.reserved),
+            );
+            if table.total < was.total && taken < held {
+                return Some(format!(
+                    "NUMA node {id} had {} bytes of {resource}; now it has {}, which is less than its containers have",
+                    was.total, table.total
+                ));
+            }
+            let differs = taken != held
+                || (self.has_the_memory_of(other)
+                    && sum(self, resource, |t| t.free) != sum(other, resource, |t| t.free));
             differs.then(|| {
                 format!("its allocations of {resource} on NUMA node {id} do not add up")
             })

@@ -287,15 +287,47 @@ fn memory_state_mismatches_are_reported() {
     };
     let again = Managers::new(&rules(2, None), &machine(2), &checkpoints).expect("the same");
     assert_eq!(again.checkpoints(), managers.checkpoints());
-    let mut other = machine(2);
-    other.topology = Arc::new(Topology {
-        nodes: [(0, memory_node(100, 8)), (1, memory_node(90, 8))].into(),
-        ..Topology::default()
-    });
+    let with = |first, second| {
+        let mut other = machine(2);
+        other.topology = Arc::new(Topology {
+            nodes: [(0, memory_node(first, 8)), (1, memory_node(second, 8))].into(),
+            ..Topology::default()
+        });
+        other
+    };
+    // The memory of a virtual machine changes while it runs.
+    for (first, second, free) in [
+        (100, 90, [32, 72]),
+        (110, 100, [42, 82]),
+        (68, 300, [0, 282]),
+    ] {
+        let again = Managers::new(&rules(2, None), &with(first, second), &checkpoints);
+        let again = again.expect("the containers' memory still exists");
+        assert_eq!(self::free(&again, "memory"), free, "{first} {second}");
+        let once_more = Checkpoints {
+            memory: Some(again.checkpoints()[0].1.clone()),
+            ..Checkpoints::default()
+        };
+        let back = Managers::new(&rules(2, None), &machine(2), &once_more).expect("as before");
+        assert_eq!(back.checkpoints(), managers.checkpoints());
+    }
     let none = managers::Rules::default();
+    let mut other_reservation = rules(2, None);
+    other_reservation.memory = Some(Rules {
+        reserved: [(0, reserved(12)), (1, reserved(8))].into(),
+    });
     for (rules, machine, expected) in [
         (rules(3, None), machine(3), "this machine has [0, 1, 2]"),
-        (rules(2, None), other, "NUMA node 1 had 104857600 bytes"),
+        (
+            rules(2, None),
+            with(67, 100),
+            "NUMA node 0 had 104857600 bytes",
+        ),
+        (
+            other_reservation,
+            machine(2),
+            "were reserved for the system",
+        ),
         (none, machine(2), "memoryManagerPolicy: Static"),
     ] {
         let error = Managers::new(&rules, &machine, &checkpoints).expect_err(expected);
