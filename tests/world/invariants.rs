@@ -130,6 +130,21 @@ pub fn of_status(before: &Value, after: &After, probed: &BTreeSet<String>) -> Ve
         "a container has two statuses".into(),
     );
     for status in statuses(after) {
+        // A sidecar restarts until the pod has stopped.
+        let inits = after["spec"]["initContainers"]
+            .as_array()
+            .into_iter()
+            .flatten();
+        let is_sidecar = inits
+            .filter(|c| c["restartPolicy"] == "Always")
+            .any(|c| c["name"] == status["name"]);
+        let waits = status["state"]["waiting"].is_object();
+        let has_run = status["lastState"]["terminated"].is_object();
+        if ended && waits && has_run && !is_sidecar {
+            broken.push(format!(
+                "{phase}, but a container waits to run again: {status}"
+            ));
+        }
         let earlier = statuses(before).find(|s| s["name"] == status["name"]);
         broken.extend(of_container(after, status, earlier, probed));
     }

@@ -153,6 +153,17 @@ impl ObservedPod {
         (of.next(), of.find(|c| c.state == ContainerState::Exited))
     }
 
+    /// The newest instance that was started, and the newest exited one before it.
+    pub(crate) fn latest_two_started(
+        &self,
+        name: &str,
+    ) -> (Option<&Container>, Option<&Container>) {
+        let is_started = |c: &&Container| c.state != ContainerState::Created;
+        let all = self.containers.iter().filter(|c| c.name == name);
+        let mut of = all.filter(is_started);
+        (of.next(), of.find(|c| c.state == ContainerState::Exited))
+    }
+
     /// Containers that may have a process.
     pub fn live(&self) -> impl Iterator<Item = &Container> {
         self.containers

@@ -32,8 +32,10 @@ mod states;
 use states::{api_id, completed, ended, lost, removed_to_restart, state};
 
 use addresses::{addresses, node_addresses};
-pub use end::{deadline, keep_terminal_status, rejected};
-pub use patch::{Target, allowed, patch, substance};
+pub(crate) use end::keep_terminal_status;
+pub use end::{deadline, rejected};
+pub(crate) use patch::substance;
+pub use patch::{Target, allowed, patch};
 
 /// Why containers are not running, by name: reason and message of the waiting state.
 pub type Problems = BTreeMap<String, (String, String)>;
@@ -79,7 +81,7 @@ pub struct Facts<'a> {
 }
 
 /// The waiting reason of containers that are restarted together (KEP-5532).
-pub const RESTARTING_ALL: &str = "RestartingAllContainers";
+pub(crate) const RESTARTING_ALL: &str = "RestartingAllContainers";
 
 fn waiting(reason: &str, message: &str) -> ApiState {
     let text = |s: &str| (!s.is_empty()).then(|| s.to_owned());
@@ -201,28 +203,62 @@ fn published_user(user: &observed::User) -> ContainerUser {
     }
 }
 
-/// The status of one container (`convertToAPIContainerStatuses` in `pkg/kubelet/kubelet_pods.go`).
-fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> ContainerStatus {
-    let before = [
-        &facts.previous.container_statuses,
-        &facts.previous.init_container_statuses,
-        &facts.previous.ephemeral_container_statuses,
-    ]
-    .into_iter()
-    .flatten()
-    .flatten()
-    .find(|s| s.name == container.name);
-    let has_init = facts
-        .pod
-        .spec
-        .as_ref()
-        .is_some_and(|s| s.init_containers.as_ref().is_some_and(|i| !i.is_empty()));
-    let initial = if has_init {
+/// Why a container that does not run waits for its next start: reason and message; `None` if it does not wait.
+fn waits_for<'a>(
+    facts: &'a Facts<'_>,
+    (role, container): (Role, &Container),
+    newest: &observed::Container,
+    initial: &'a str,
+) -> Option<(&'a str, &'a str)> {
+    let exited = newest.state == ContainerState::Exited;
+    // The agent stopped the instance to start another one. An apiserver rejects every later status of a container that it saw
+    // terminated with exit code 0 and `OnFailure`, or with `Never` (`ValidateContainerStateTransition` in
+    // `pkg/apis/core/validation/validation.go`). The kubelet computes no status between the two instances.
+    let restarts = exited && facts.stopped_to_restart.contains(&newest.id);
+    // A problem is of the next start. If no start follows, the exit is the container's state (`ShouldContainerBeRestarted` in
+    // `convertToAPIContainerStatuses`).
+    let stays = exited
+        && !restarts
+        && after_exit(facts.pod, role, container, newest.exit_code) == AfterExit::Stay;
+    let problem = facts.problems.get(&container.name);
+    problem
+        .map(|(reason, message)| (reason.as_str(), message.as_str()))
+        .filter(|(reason, _)| !stays || *reason == RESTARTING_ALL)
+        .or_else(|| restarts.then_some((initial, "")))
+}
+
+/// The status of a container in the previous status of its pod.
+fn before<'a>(previous: &'a PodStatus, name: &str) -> Option<&'a ContainerStatus> {
+    let lists = [
+        &previous.container_statuses,
+        &previous.init_container_statuses,
+        &previous.ephemeral_container_statuses,
+    ];
+    let mut all = lists.into_iter().flatten().flatten();
+    all.find(|s| s.name == name)
+}
+
+/// The waiting reason of containers that nothing else holds.
+fn initial_reason(pod: &Pod) -> &'static str {
+    let init = &pod::spec(pod).init_containers;
+    if init.as_ref().is_some_and(|i| !i.is_empty()) {
         "PodInitializing"
     } else {
         "ContainerCreating"
+    }
+}
+
+/// The status of one container (`convertToAPIContainerStatuses` in `pkg/kubelet/kubelet_pods.go`).
+fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> ContainerStatus {
+    let before = before(facts.previous, &container.name);
+    let initial = initial_reason(facts.pod);
+    let (newest, older) = match facts.observed.latest_two(&container.name) {
+        // An instance that was created and never started is none of a pod that has ended, if an earlier one has run.
+        (Some(c), Some(_)) if facts.ended && c.state == ContainerState::Created => {
+            facts.observed.latest_two_started(&container.name)
+        }
+        both => both,
     };
-    let (newest, older) = facts.observed.latest_two(&container.name);
     let image = container.image.clone().unwrap_or_default();
     let mut status = ContainerStatus {
         name: container.name.clone(),
@@ -257,19 +293,28 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     status.last_state = older.map(|older| ended(facts, older));
     if status.last_state.is_none() && older.is_none() && newest.attempt > 0 {
         // The earlier instance was removed; its last state is kept.
-        status.last_state = before.and_then(|b| b.last_state.clone());
+        let kept = before.and_then(|b| b.last_state.clone());
+        let of = |s: &ApiState| s.terminated.as_ref()?.container_id.clone();
+        status.last_state = kept.filter(|s| of(s) != status.container_id);
     }
     let running = newest.state == ContainerState::Running;
-    status.state = Some(state(facts, newest));
+    // It was created and never started.
+    let is_lost = facts.ended
+        && newest.state == ContainerState::Created
+        && missing::is_lost(facts, role, container);
+    status.state = Some(if is_lost {
+        ApiState {
+            terminated: Some(lost()),
+            ..ApiState::default()
+        }
+    } else {
+        state(facts, newest)
+    });
     let exited = newest.state == ContainerState::Exited;
-    let problem = facts.problems.get(&container.name);
-    let problem = problem.map(|(reason, message)| (reason.as_str(), message.as_str()));
-    // The agent stopped the instance to start another one. An apiserver rejects every later status of a container that it saw
-    // terminated with exit code 0 and `OnFailure`, or with `Never` (`ValidateContainerStateTransition` in
-    // `pkg/apis/core/validation/validation.go`). The kubelet computes no status between the two instances.
-    let restarts = exited && facts.stopped_to_restart.contains(&newest.id);
-    let waits_for = problem.or_else(|| restarts.then_some((initial, "")));
-    if let (Some((reason, message)), false) = (waits_for, running || facts.ended) {
+    if let (Some((reason, message)), false) = (
+        waits_for(facts, (role, container), newest, initial),
+        running || facts.ended,
+    ) {
         // The container will be restarted but cannot be yet, so its exit becomes the last state.
         if exited {
             status.last_state = Some(ended(facts, newest));
@@ -708,7 +753,7 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
 
 /// Whether a container has been created for the pod according to its status.
 #[must_use]
-pub fn names_containers(status: &PodStatus) -> bool {
+pub(crate) fn names_containers(status: &PodStatus) -> bool {
     let lists = [
         &status.init_container_statuses,
         &status.container_statuses,

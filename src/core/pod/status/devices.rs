@@ -39,7 +39,7 @@ impl From<Health> for DeviceHealth {
 }
 
 /// The health of a container's devices, by resource and device id.
-pub type OfContainer = BTreeMap<String, BTreeMap<String, DeviceHealth>>;
+pub(crate) type OfContainer = BTreeMap<String, BTreeMap<String, DeviceHealth>>;
 
 /// The health of the devices of a pod's containers, by container name.
 pub type OfPod = BTreeMap<String, OfContainer>;

@@ -27,7 +27,7 @@ pub(super) fn restore(status: &mut PodStatus, earlier: &ContainerStatus) {
 
 /// Restores a terminal status that was published before: the phase with its reason and message, and the statuses of
 /// containers that had terminated. Instances of these in the runtime began after the pod's termination.
-pub fn keep_terminal_status(status: &mut PodStatus, published: &PodStatus) {
+pub(crate) fn keep_terminal_status(status: &mut PodStatus, published: &PodStatus) {
     status.phase.clone_from(&published.phase);
     status.reason.clone_from(&published.reason);
     status.message.clone_from(&published.message);

@@ -230,7 +230,7 @@ fn addresses(old: Option<&Value>, new: &Value) -> (Value, Value) {
 
 /// The status without observed generations. Only a change of the rest is published immediately.
 #[must_use]
-pub fn substance(status: &PodStatus) -> PodStatus {
+pub(crate) fn substance(status: &PodStatus) -> PodStatus {
     let mut status = PodStatus {
         observed_generation: None,
         ..status.clone()

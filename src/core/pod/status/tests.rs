@@ -288,6 +288,38 @@ fn a_terminal_phase_does_not_change() {
     );
 }
 
+/// The problem of a start is the state of a container that will be started again, and of no other.
+#[test]
+fn a_container_waits_only_if_it_is_started_again() {
+    let problem = |reason: &str| -> Problems {
+        [("a".to_owned(), (reason.to_owned(), "failed".to_owned()))].into()
+    };
+    for (policy, code, reason, waits) in [
+        ("Always", 128, "RunContainerError", true),
+        ("OnFailure", 128, "RunContainerError", true),
+        ("OnFailure", 0, "PostStartHookError", false),
+        ("Never", 128, "RunContainerError", false),
+        ("Never", 137, "PostStartHookError", false),
+        ("Never", 1, RESTARTING_ALL, true),
+    ] {
+        let status = status(
+            &a_pod(policy, json!([])),
+            vec![container("a", 0, Exited, code)],
+            &problem(reason),
+            false,
+            &PodStatus::default(),
+        );
+        let a = &status.container_statuses.as_ref().expect("statuses")[0];
+        let state = a.state.as_ref().expect("a state");
+        let (waiting, terminated) = (&state.waiting, &state.terminated);
+        let what = format!("{policy} {code} {reason}");
+        assert_eq!(waiting.is_some(), waits, "{what}");
+        assert_eq!(terminated.is_some(), !waits, "{what}");
+        let ended = matches!(status.phase.as_deref(), Some("Failed" | "Succeeded"));
+        assert_eq!(ended, !waits, "{what}");
+    }
+}
+
 #[test]
 fn container_statuses_report_current_and_last_states() {
     let held: Problems = [(

@@ -42,5 +42,17 @@ fn a_created_instance_completes_no_pod() {
         let phase = |ended| status(&pod, seen(), &Problems::new(), ended, &none).phase;
         assert_eq!(phase(false).as_deref(), Some("Running"), "{policy}");
         assert_eq!(phase(true).as_deref(), Some("Succeeded"), "{policy}");
+        let ended = status(&pod, seen(), &Problems::new(), true, &none);
+        let of = &ended.container_statuses.expect("a container")[0];
+        let terminated = of.state.as_ref().and_then(|s| s.terminated.as_ref());
+        assert_eq!(terminated.map(|t| t.exit_code), Some(0), "{policy}");
+        assert_eq!(of.last_state, None, "{policy}");
     }
+    // Without an earlier instance it is lost, as one without any instance.
+    let created = vec![container("a", 0, ContainerState::Created, 0)];
+    let pod = a_pod("Never", json!([]));
+    let ended = status(&pod, created, &Problems::new(), true, &PodStatus::default());
+    let of = &ended.container_statuses.expect("a container")[0];
+    let terminated = of.state.as_ref().and_then(|s| s.terminated.as_ref());
+    assert_eq!(terminated.map(|t| t.exit_code), Some(137));
 }
