@@ -79,8 +79,14 @@ kubectls:
 # `--workspace` selects the same features of dependencies everywhere, so nothing is built twice.
 # With ALL=1, tests find what test-all-deps and the three targets above provide. Without, they report what they leave out.
 FETCHED = HOLDFAST_RUNTIMES=$(CURDIR)/$(RUNTIMES) HOLDFAST_KUBECTLS=$(CURDIR)/$(KUBECTLS) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE)
+# The clusters mostly wait, so the other suites run beside them. Cargo has no argument for all suites but one.
+CLUSTERS = --workspace --test cluster
+OTHERS = --workspace --lib --bins --test c[!l]* --test [!c]*
+TEST = $(CARGO) test --locked --no-fail-fast $(FLAGS)
+THREADS = 4
 test: test-deps $(if $(ALL),runtimes kubectls machine) ## Run the tests (ONLY='--workspace --test cluster node::' for one suite)
-	@$(if $(ALL),$(FETCHED)) tests/support/count.sh $(CARGO) test $(or $(ONLY),--workspace) --locked --no-fail-fast $(FLAGS) -- --test-threads=$(or $(THREADS),4)
+	@$(TEST) $(or $(ONLY),--workspace) --no-run
+	@$(if $(ALL),$(FETCHED)) tests/support/count.sh $(if $(ONLY),'$(TEST) $(ONLY) -- --test-threads=$(THREADS)','$(TEST) $(CLUSTERS) -- --test-threads=6' '$(TEST) $(OTHERS) -- --test-threads=$(THREADS)')
 
 # The same as .ci/run with larger numbers. It takes at most 90 minutes.
 test-all: ## Run all tests, also in virtual machines and with other containerds, 20,000 seeds and 200 rounds

@@ -225,7 +225,7 @@ fn memory_hogs_go(cluster: &Cluster) {
         let (crossed, took) = measured.join().unwrap();
         eprintln!("from the crossing to the end of the victims: {took:?}");
         // The grace period of a hard threshold is a second; the test machine may be busy.
-        assert!(took < Duration::from_secs(15), "{took:?}");
+        assert!(took < Duration::from_secs(30), "{took:?}");
         is_quick(cluster, "memory-low", crossed);
         status
     });

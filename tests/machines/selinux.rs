@@ -23,16 +23,15 @@ const LEVEL: &str = "s0:c10,c20";
 
 #[test]
 fn selinux_labels_are_enforced() {
-    compile_policy();
-    let mut files = programs();
-    files.push(POLICY.into());
-    if let Some(node) = vm::Node::new("selinux::inside", &files) {
-        node.with_kernel_arguments("security=selinux")
-            .run(vm::PLAIN);
-    }
+    let Some(node) = vm::Node::new("selinux::inside", &programs()) else {
+        return;
+    };
+    node.with_file(Path::new(POLICY), &compiled_policy())
+        .with_kernel_arguments("security=selinux")
+        .run(vm::PLAIN);
 }
 
-fn compile_policy() {
+fn compiled_policy() -> Vec<u8> {
     let mut source = include_str!("selinux.cil").to_owned();
     let categories = (0..1024).map(|n| format!("c{n}"));
     let categories: Vec<String> = categories.collect();
@@ -55,6 +54,7 @@ fn compile_policy() {
         .status();
     let compiled = compiled.expect("secilc is installed (make test-all-deps installs it)");
     assert!(compiled.success());
+    std::fs::read(policy).unwrap()
 }
 
 #[test]
