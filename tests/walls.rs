@@ -1,6 +1,7 @@
 //! Checks what Cargo cannot express about the structure of the code: that core has no clock and no files, which modules of
 //! the control plane and of the plugins import each other, that files do not import each other in a cycle, the maximum length
-//! of files and functions, that a test uses each snapshot, and that generated code is that of its sources.
+//! of files and functions, that what is public is used by another crate, that a test uses each snapshot, and that generated
+//! code is that of its sources.
 #![allow(clippy::unwrap_used)]
 
 #[path = "walls/cycles.rs"]
@@ -9,6 +10,8 @@ mod cycles;
 mod generated;
 #[path = "walls/snapshots.rs"]
 mod snapshots;
+#[path = "walls/visibility.rs"]
+mod visibility;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

@@ -230,7 +230,7 @@ impl Events {
     }
 
     /// Emits an event about a persistent volume.
-    pub fn persistent_volume(
+    pub(crate) fn persistent_volume(
         &self,
         name: &str,
         kind: Kind,

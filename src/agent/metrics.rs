@@ -46,7 +46,7 @@ fn size_class(bytes: u64) -> &'static str {
 
 /// Durations of a pod's start, in seconds.
 #[derive(Debug, Clone, Copy)]
-pub struct PodStart {
+pub(crate) struct PodStart {
     /// Since the agent first observed the pod.
     pub seen: f64,
     /// Since the pod's creation.
@@ -89,7 +89,7 @@ pub struct VolumeOperation<'a> {
 
 /// The plugins of a pod's volumes, one entry for each volume.
 #[derive(Debug, Clone, Default)]
-pub struct PodVolumes {
+pub(crate) struct PodVolumes {
     /// Volumes that the pod needs; `N/A` for a volume whose plugin is not known yet.
     pub desired: Vec<String>,
     /// Volumes that are set up.
@@ -135,7 +135,7 @@ impl Metrics {
     }
 
     /// Records the durations of a pod's start.
-    pub fn pod_started(&self, start: PodStart) {
+    pub(crate) fn pod_started(&self, start: PodStart) {
         self.with(|r| {
             r.observe(POD_START, POD_STARTS, &[], start.seen);
             r.observe(POD_START_TOTAL, POD_STARTS, &[], start.created);
@@ -150,12 +150,12 @@ impl Metrics {
     }
 
     /// Records one sync of a pod worker.
-    pub fn sync_completed(&self, operation: &str, took: Duration) {
+    pub(crate) fn sync_completed(&self, operation: &str, took: Duration) {
         self.with(|r| r.observe(WORKER, USUAL, &[operation], took.as_secs_f64()));
     }
 
     /// Records the delay between computing a status and writing it to the API.
-    pub fn status_written(&self, took: Duration) {
+    pub(crate) fn status_written(&self, took: Duration) {
         self.with(|r| r.observe(STATUS, STATUSES, &[], took.as_secs_f64()));
     }
 
@@ -174,7 +174,7 @@ impl Metrics {
     }
 
     /// Records a started container; `failed` is the error code of a failed start.
-    pub fn container_started(&self, kind: &str, failed: Option<&str>) {
+    pub(crate) fn container_started(&self, kind: &str, failed: Option<&str>) {
         self.with(|r| {
             r.count(STARTED, &[kind], 1);
             if let Some(code) = failed {
@@ -184,7 +184,7 @@ impl Metrics {
     }
 
     /// Counts containers that are terminated in `now` but were not in `before`.
-    pub fn containers_terminated(&self, before: Option<&PodStatus>, now: &PodStatus) {
+    pub(crate) fn containers_terminated(&self, before: Option<&PodStatus>, now: &PodStatus) {
         type List = fn(&PodStatus) -> &Option<Vec<ContainerStatus>>;
         let lists: [(&str, List); 3] = [
             ("init_container", |s| &s.init_container_statuses),
@@ -211,7 +211,7 @@ impl Metrics {
     }
 
     /// Counts requested changes of a container's resources.
-    pub fn record_resize_request(&self, changes: &[RequestedChange]) {
+    pub(crate) fn record_resize_request(&self, changes: &[RequestedChange]) {
         self.with(|r| {
             for change in changes {
                 let labels = [change.resource, change.of, change.operation];
@@ -221,23 +221,23 @@ impl Metrics {
     }
 
     /// Counts a deferred resize that was accepted.
-    pub fn deferred_resize_accepted(&self, trigger: &str) {
+    pub(crate) fn deferred_resize_accepted(&self, trigger: &str) {
         self.with(|r| r.count(DEFERRED_ACCEPTED, &[trigger], 1));
     }
 
     /// Counts an infeasible resize: a resource manager forbids it, or the node is too small.
-    pub fn resize_infeasible(&self, cause: Infeasible) {
+    pub(crate) fn resize_infeasible(&self, cause: Infeasible) {
         self.with(|r| r.count(INFEASIBLE, &[cause.detail()], 1));
     }
 
     /// Counts pods that were recreated with the same uid while the earlier pod was terminating.
-    pub fn pods_restarted(&self, is_static: bool, count: u64) {
+    pub(crate) fn pods_restarted(&self, is_static: bool, count: u64) {
         let labels = [if is_static { "true" } else { "" }];
         self.with(|r| r.count(RESTARTED, &labels, count));
     }
 
     /// Counts pods that only the runtime has.
-    pub fn pods_orphaned(&self, count: u64) {
+    pub(crate) fn pods_orphaned(&self, count: u64) {
         self.with(|r| r.count(ORPHANED, &[], count));
     }
 
@@ -249,32 +249,32 @@ impl Metrics {
     }
 
     /// Counts image volumes that a container requires.
-    pub fn image_volumes(&self, count: u64) {
+    pub(crate) fn image_volumes(&self, count: u64) {
         self.with(|r| r.count(IMAGE_VOLUMES, &[], count));
     }
 
     /// Counts image volumes of created containers.
-    pub fn image_volumes_mounted(&self, count: u64) {
+    pub(crate) fn image_volumes_mounted(&self, count: u64) {
         self.with(|r| r.count(IMAGE_VOLUMES_MOUNTED, &[], count));
     }
 
     /// Records that the runtime does not report its cgroup driver.
-    pub fn runtime_is_outdated(&self) {
+    pub(crate) fn runtime_is_outdated(&self) {
         self.with(|r| r.add(LOSING_SUPPORT, &["1.37.0"], 1.0));
     }
 
     /// Counts HTTPS lifecycle hooks that were answered over plain HTTP.
-    pub fn hook_in_plain_http(&self) {
+    pub(crate) fn hook_in_plain_http(&self) {
         self.with(|r| r.count(HOOKS_IN_PLAIN_HTTP, &[], 1));
     }
 
     /// Counts `sleep` hooks that were cut short.
-    pub fn sleep_hook_interrupted(&self) {
+    pub(crate) fn sleep_hook_interrupted(&self) {
         self.with(|r| r.count(SLEEPS_CUT, &[], 1));
     }
 
     /// Counts failed renewals of the client certificate, or of the serving certificate.
-    pub fn renewals_failed(&self, client: bool, by: u64) {
+    pub(crate) fn renewals_failed(&self, client: bool, by: u64) {
         let of = if client {
             CLIENT_RENEWALS
         } else {
@@ -285,7 +285,7 @@ impl Metrics {
 
     /// Counts a request to version `v1alpha1` of the podresources API. The
     /// kubelet counts such requests in the total only.
-    pub fn pod_resources_v1alpha1(&self) {
+    pub(crate) fn pod_resources_v1alpha1(&self) {
         let [all, ..] = POD_RESOURCES;
         self.with(|r| r.count(all, &["v1alpha1"], 1));
     }
@@ -304,12 +304,12 @@ impl Metrics {
     }
 
     /// Records the first attempt to register the node.
-    pub fn node_registering(&self, now: Timestamp) {
+    pub(crate) fn node_registering(&self, now: Timestamp) {
         lock(&self.registration).0.get_or_insert(seconds(now));
     }
 
     /// Records the node's first registration; `machine` and `agent` are their start times.
-    pub fn node_registered(&self, now: Timestamp, machine: Timestamp, agent: Timestamp) {
+    pub(crate) fn node_registered(&self, now: Timestamp, machine: Timestamp, agent: Timestamp) {
         let mut registration = lock(&self.registration);
         let (Some(tried), None) = *registration else {
             return;
@@ -361,7 +361,7 @@ impl Metrics {
     }
 
     /// Records the age of the measurements that an eviction was based on.
-    pub fn eviction_decided(&self, signal: &str, age: Duration) {
+    pub(crate) fn eviction_decided(&self, signal: &str, age: Duration) {
         self.with(|r| r.observe(EVICTION_AGE, USUAL, &[signal], age.as_secs_f64()));
     }
 
@@ -390,7 +390,7 @@ impl Metrics {
     }
 
     /// Records the time from a pod's first request for a volume until the volume is ready.
-    pub fn volume_ready(&self, plugin: &str, took: Duration) {
+    pub(crate) fn volume_ready(&self, plugin: &str, took: Duration) {
         let labels = [plugin, "overall_volume_mount"];
         self.with(|r| r.observe(STORAGE_TOTAL, STORING, &labels, took.as_secs_f64()));
     }
@@ -406,7 +406,7 @@ impl Metrics {
     }
 
     /// Records unidentified volumes that were cleaned up for a deleted pod, or that failed to be.
-    pub fn force_cleaned(&self, volumes: u64, has_failed: bool) {
+    pub(crate) fn force_cleaned(&self, volumes: u64, has_failed: bool) {
         self.with(|r| {
             r.count(FORCE_CLEANED, &[], volumes);
             r.count(
@@ -429,25 +429,25 @@ impl Metrics {
     }
 
     /// Sets the volumes of a pod.
-    pub fn pod_has_volumes(&self, uid: &str, volumes: PodVolumes) {
+    pub(crate) fn pod_has_volumes(&self, uid: &str, volumes: PodVolumes) {
         lock(&self.volumes).insert(uid.to_owned(), volumes);
     }
 
     /// Removes a pod whose volumes are released.
-    pub fn pod_has_no_volumes(&self, uid: &str) {
+    pub(crate) fn pod_has_no_volumes(&self, uid: &str) {
         lock(&self.volumes).remove(uid);
         lock(&self.labels).forget(uid);
     }
 
     /// Counts a pod whose containers require different SELinux labels for one volume of this access mode.
-    pub fn conflicting_labels(&self, access_mode: &str, is_error: bool) {
+    pub(crate) fn conflicting_labels(&self, access_mode: &str, is_error: bool) {
         let family = SELINUX_POD[usize::from(!is_error)];
         self.with(|r| r.add(family, &[access_mode], 1.0));
     }
 
     /// Records the SELinux label, or `None`, that a pod requires for a volume of this plugin and access mode. If all
     /// pods must use the volume with the same label, a different label is an error.
-    pub fn label_admitted(
+    pub(crate) fn label_admitted(
         &self,
         uid: &str,
         volume: &str,
@@ -487,17 +487,17 @@ impl Metrics {
     }
 
     /// Counts a registration request of a device plugin.
-    pub fn device_plugin_registered(&self, resource: &str) {
+    pub(crate) fn device_plugin_registered(&self, resource: &str) {
         self.with(|r| r.count(DEVICE_PLUGINS, &[resource], 1));
     }
 
     /// Records an `Allocate` call to a device plugin, successful or not.
-    pub fn device_allocated(&self, resource: &str, took: Duration) {
+    pub(crate) fn device_allocated(&self, resource: &str, took: Duration) {
         self.with(|r| r.observe(DEVICE_ALLOCATION, USUAL, &[resource], took.as_secs_f64()));
     }
 
     /// Records a request to the apiserver; `code` is `None` if there was no answer.
-    pub fn api_request(&self, method: &str, host: &str, code: Option<u16>, took: Duration) {
+    pub(crate) fn api_request(&self, method: &str, host: &str, code: Option<u16>, took: Duration) {
         let code = code.map_or_else(|| "<error>".to_owned(), |c| c.to_string());
         self.with(|r| {
             r.count(CLIENT, &[&code, method, host], 1);
@@ -526,7 +526,7 @@ impl Metrics {
     }
 
     /// Records the first sync of a pod: its number of containers, and the seconds since the agent first observed it.
-    pub fn first_sync(&self, containers: usize, after: f64) {
+    pub(crate) fn first_sync(&self, containers: usize, after: f64) {
         self.with(|r| {
             r.observe(CONTAINERS, COUNTS, &[], containers as f64);
             r.observe(WORKER_START, USUAL, &[], after);
@@ -543,7 +543,7 @@ impl Metrics {
     }
 
     /// Records a listing of the runtime's pods; `now` is in seconds since 1970.
-    pub fn runtime_listed(&self, now: f64, took: Duration, since_last: Option<Duration>) {
+    pub(crate) fn runtime_listed(&self, now: f64, took: Duration, since_last: Option<Duration>) {
         self.with(|r| {
             r.set(LISTED, now);
             r.observe(RELIST, USUAL, &[], took.as_secs_f64());

@@ -38,7 +38,7 @@ use holdfast_core::pod::resources::Amounts;
 
 pub use fields::table as fields_table;
 pub use load::{load, load_all};
-pub use logging::Logging;
+pub(crate) use logging::Logging;
 pub use serving::Serving;
 
 /// Why a configuration cannot be used. Names the field, the value and the remedy.

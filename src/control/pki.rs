@@ -160,7 +160,7 @@ impl Pki {
 
     /// Signs a certificate request with a lifetime in seconds. The key usages are fixed, not taken from the request.
     /// Returns PEM, after comparing the certificate with the request.
-    pub fn sign_request(
+    pub(crate) fn sign_request(
         &self,
         csr: &CsrRequest,
         client: bool,

@@ -67,8 +67,6 @@ fn doubled(delay: SignedDuration, max: SignedDuration) -> SignedDuration {
 
 const INITIAL: SignedDuration = SignedDuration::from_secs(10);
 const EXPIRY: SignedDuration = SignedDuration::from_secs(600);
-/// Default maximum of the crash-loop back-off.
-pub const MAXIMUM: SignedDuration = SignedDuration::from_secs(300);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 struct Entry {
@@ -91,7 +89,7 @@ pub struct BackoffDelay {
 
 impl Backoff {
     /// Adjusts all times after the clock was changed by this amount.
-    pub fn adjust_clock(&mut self, by: SignedDuration) {
+    pub(crate) fn adjust_clock(&mut self, by: SignedDuration) {
         for entry in self.0.values_mut() {
             entry.updated = entry.updated.checked_add(by).unwrap_or(entry.updated);
         }
@@ -213,6 +211,9 @@ impl PullBackoff {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The default maximum of the crash-loop back-off.
+    const MAXIMUM: SignedDuration = SignedDuration::from_secs(300);
 
     #[test]
     fn back_off_doubles_up_to_the_maximum_and_resets() {

@@ -15,7 +15,7 @@ pub fn sha256(bytes: &[u8]) -> String {
 
 /// CRC-32 (IEEE 802.3), as in Ethernet and zip.
 #[must_use]
-pub fn crc32(bytes: &[u8]) -> u32 {
+pub(crate) fn crc32(bytes: &[u8]) -> u32 {
     let step = |crc: u32| (crc >> 1) ^ (0xEDB8_8320 & (crc & 1).wrapping_neg());
     let byte = |crc: u32, byte: &u8| (0..8).fold(crc ^ u32::from(*byte), |crc, _| step(crc));
     !bytes.iter().fold(u32::MAX, byte)

@@ -33,15 +33,6 @@ impl Quantity {
         binary: false,
     };
 
-    /// From thousandths, such as millicores.
-    #[must_use]
-    pub fn from_milli(milli: i64) -> Quantity {
-        Quantity {
-            nanos: i128::from(milli).saturating_mul(NANO / 1000),
-            binary: false,
-        }
-    }
-
     /// From whole units.
     #[must_use]
     pub fn from_units(units: i64) -> Quantity {

@@ -36,7 +36,7 @@ pub fn later(at: Timestamp, by: impl Into<TimestampArithmetic>) -> Timestamp {
 
 /// The time an untrusted number of seconds after `at`: at least `at`, and at most [`MAX_SECONDS`] later.
 #[must_use]
-pub fn in_seconds(at: Timestamp, seconds: i64) -> Timestamp {
+pub(crate) fn in_seconds(at: Timestamp, seconds: i64) -> Timestamp {
     later(at, SignedDuration::from_secs(bounded(seconds)))
 }
 

@@ -26,7 +26,7 @@ pub const REPORTED: &str = concat!("v", release!(), patch!(), "+holdfast");
 /// The User-Agent of probes (`pkg/probe/http/request.go`).
 pub const PROBE_AGENT: &str = concat!("kube-probe/", release!());
 /// The User-Agent of lifecycle hooks (`pkg/kubelet/lifecycle/handlers.go`).
-pub const HOOK_AGENT: &str = concat!("kube-lifecycle/", release!());
+pub(crate) const HOOK_AGENT: &str = concat!("kube-lifecycle/", release!());
 
 /// An architecture as the compiler names it, in Go's spelling, which Kubernetes uses.
 #[must_use]

@@ -105,7 +105,7 @@ impl LinuxHost {
 
 /// Callback for each volume whose group ownership was changed: the plugin
 /// (with the driver for CSI), the duration, and whether it failed.
-pub type OnOwnershipChange = Arc<dyn Fn(&str, Duration, bool) + Send + Sync>;
+pub(crate) type OnOwnershipChange = Arc<dyn Fn(&str, Duration, bool) + Send + Sync>;
 
 /// Time that unmounting a remote filesystem may block before it is forced.
 pub(crate) const FORCE_AFTER: Duration = Duration::from_secs(60);

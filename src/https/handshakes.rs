@@ -48,7 +48,7 @@ impl HandshakeLimiter {
     }
 
     /// Leaves processors for other work: there are turns for half of them, but at least one.
-    pub fn for_this_machine() -> Arc<HandshakeLimiter> {
+    pub(crate) fn for_this_machine() -> Arc<HandshakeLimiter> {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         Self::new((processors / 2).max(1))
     }

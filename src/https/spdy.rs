@@ -145,7 +145,7 @@ impl<W: AsyncWrite + Unpin> Writer<W> {
     }
 
     /// Answers a ping.
-    pub async fn pong(&mut self, number: u32) -> io::Result<()> {
+    pub(crate) async fn pong(&mut self, number: u32) -> io::Result<()> {
         self.control(PING, &number.to_be_bytes()).await
     }
 }

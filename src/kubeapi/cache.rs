@@ -310,7 +310,7 @@ where
 
     /// Whether the first complete list has arrived.
     #[must_use]
-    pub fn is_synced(&self) -> bool {
+    pub(crate) fn is_synced(&self) -> bool {
         *self.version.borrow() > 0
     }
 

@@ -77,12 +77,6 @@ impl ApiFailure {
         )
     }
 
-    /// Whether the same request can succeed later.
-    #[must_use]
-    pub fn is_transient(&self) -> bool {
-        !self.is_answer() || matches!(self, ApiFailure::Forbidden(_))
-    }
-
     /// How long to wait before the next request, if the apiserver gives a time.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
@@ -95,7 +89,7 @@ impl ApiFailure {
 
 /// Failures that our own side of the connection finds.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ClientFailure {
+pub(crate) enum ClientFailure {
     /// The deadline has passed.
     #[error("{request} was not answered within {}s", after.as_secs())]
     Deadline {
@@ -200,7 +194,7 @@ fn client_failure<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'
 
 /// Classifies the error that ended a watch or prevented its start.
 #[must_use]
-pub fn watch_failure(error: watcher::Error) -> ApiFailure {
+pub(crate) fn watch_failure(error: watcher::Error) -> ApiFailure {
     match error {
         watcher::Error::InitialListFailed(error)
         | watcher::Error::WatchStartFailed(error)
@@ -262,10 +256,10 @@ mod tests {
             ),
             (
                 json!({"code": 422, "reason": "Invalid", "details": {"causes": [{"field": "status.hostIPs"}]}}),
-                |f| matches!(f, ApiFailure::Invalid(_)) && !f.is_transient(),
+                |f| matches!(f, ApiFailure::Invalid(_)),
             ),
             (json!({"code": 403, "reason": "Forbidden"}), |f| {
-                matches!(f, ApiFailure::Forbidden(_)) && f.is_transient() && f.is_answer()
+                matches!(f, ApiFailure::Forbidden(_)) && f.is_answer()
             }),
             (json!({"code": 401}), |f| {
                 matches!(f, ApiFailure::Unauthorized(_)) && !f.is_answer()
@@ -275,11 +269,9 @@ mod tests {
             }),
             (
                 json!({"code": 429, "details": {"retryAfterSeconds": 3}}),
-                |f| f.retry_after() == Some(Duration::from_secs(3)) && f.is_transient(),
+                |f| f.retry_after() == Some(Duration::from_secs(3)),
             ),
-            (json!({"code": 429}), |f| {
-                f.retry_after().is_none() && f.is_transient()
-            }),
+            (json!({"code": 429}), |f| f.retry_after().is_none()),
             (json!({"code": 504, "reason": "Timeout"}), |f| {
                 matches!(f, ApiFailure::Timeout(_)) && !f.is_answer()
             }),

@@ -15,7 +15,7 @@ use holdfast_core::lock::lock;
 
 /// An API with ConfigMaps: the answer to a list, and the lines of its watches.
 #[derive(Clone)]
-pub struct Fake {
+pub(crate) struct Fake {
     pub items: Arc<Mutex<Vec<Value>>>,
     /// The HTTP status with which lists are refused; `None` answers with the items.
     refusal: Arc<Mutex<Option<u16>>>,
@@ -56,7 +56,7 @@ impl Fake {
     }
 
     /// Refuses lists with this HTTP status; `None` answers with the items again.
-    pub fn fail_lists(&self, status: Option<u16>) {
+    pub(crate) fn fail_lists(&self, status: Option<u16>) {
         *lock(&self.refusal) = status;
     }
 

@@ -120,7 +120,7 @@ impl Keeper {
 
     /// Whether the API has not answered since the start.
     #[must_use]
-    pub fn is_offline(&self) -> bool {
+    pub(crate) fn is_offline(&self) -> bool {
         self.0.offline.load(Ordering::Relaxed)
     }
 
@@ -152,7 +152,7 @@ impl Keeper {
 
     /// Returns the services from before the start.
     #[must_use]
-    pub fn last_services(&self) -> &[Arc<Service>] {
+    pub(crate) fn last_services(&self) -> &[Arc<Service>] {
         &self.0.services
     }
 

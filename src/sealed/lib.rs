@@ -92,7 +92,7 @@ impl Kind {
 }
 
 /// The sealed files of one agent.
-pub struct Vault {
+pub(crate) struct Vault {
     dir: PathBuf,
     key: RandomizedNonceKey,
 }

@@ -52,7 +52,7 @@ impl Dir {
     }
 
     /// Opens a directory below this one.
-    pub fn open_dir(&self, path: &Path) -> io::Result<Dir> {
+    pub(crate) fn open_dir(&self, path: &Path) -> io::Result<Dir> {
         Ok(Dir(openat2(
             self.0.as_fd(),
             path,
@@ -136,7 +136,7 @@ impl Dir {
     }
 
     /// Like [`Dir::open_file`], but follows symlinks that stay below this directory.
-    pub fn open_within(&self, path: &Path) -> io::Result<std::fs::File> {
+    pub(crate) fn open_within(&self, path: &Path) -> io::Result<std::fs::File> {
         Self::only_a_file(openat2(
             self.0.as_fd(),
             path,
@@ -234,13 +234,13 @@ impl Found {
 
     /// Whether a path leads to the same object.
     #[must_use]
-    pub fn is_at(&self, path: &Path) -> bool {
+    pub(crate) fn is_at(&self, path: &Path) -> bool {
         nix::sys::stat::lstat(path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == self.identity)
     }
 
     /// A path to the object, for calls that accept only paths. It is valid while the handle is open.
     #[must_use]
-    pub fn magic_path(&self) -> std::path::PathBuf {
+    pub(crate) fn magic_path(&self) -> std::path::PathBuf {
         use std::os::fd::AsRawFd as _;
         format!("/proc/self/fd/{}", self.fd.as_raw_fd()).into()
     }

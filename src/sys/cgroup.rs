@@ -64,7 +64,7 @@ pub fn controllers() -> Vec<String> {
 
 /// Whether the kernel accounts for the swap usage of cgroups.
 #[must_use]
-pub fn accounts_swap() -> bool {
+pub(crate) fn accounts_swap() -> bool {
     if !is_v2() {
         return Path::new(ROOT)
             .join("memory/memory.memsw.limit_in_bytes")

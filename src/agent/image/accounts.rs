@@ -18,7 +18,7 @@ const TOKEN_SECONDS: i64 = 3600;
 
 /// The API operations for service accounts.
 #[async_trait]
-pub trait Accounts: Send + Sync {
+pub(crate) trait Accounts: Send + Sync {
     /// Reads a service account.
     async fn account(&self, namespace: &str, name: &str) -> Result<ServiceAccount, ApiFailure>;
     /// Requests a token that is bound to a pod.
@@ -38,7 +38,7 @@ impl Accounts for Arc<dyn PodApi> {
 
 /// The pod on whose behalf plugins are called.
 #[derive(Clone, Copy)]
-pub struct Caller<'a> {
+pub(crate) struct Caller<'a> {
     /// The API for service accounts and tokens.
     pub accounts: &'a dyn Accounts,
     /// The pod that needs the image.

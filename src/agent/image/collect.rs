@@ -25,7 +25,7 @@ use holdfast_sys::clock::Clock;
 
 /// Why images could not be removed.
 #[derive(Debug, thiserror::Error)]
-pub enum CollectError {
+pub(crate) enum CollectError {
     /// Images cannot be listed.
     #[error("cannot list images: {0}")]
     Unlisted(RuntimeError),

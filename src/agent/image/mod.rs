@@ -146,7 +146,7 @@ impl Images {
 
     /// The number of pulls in progress.
     #[must_use]
-    pub fn pulls_in_progress(&self) -> usize {
+    pub(crate) fn pulls_in_progress(&self) -> usize {
         self.parallel.saturating_sub(self.slots.available_permits())
     }
 
@@ -193,14 +193,14 @@ pub(crate) struct Parts {
 
 /// Provides the CRI message of a pod's sandbox.
 #[async_trait]
-pub trait SandboxMessage: Send + Sync {
+pub(crate) trait SandboxMessage: Send + Sync {
     /// Returns the message as soon as its inputs are available.
     async fn sandbox_message(&self) -> Result<pb::PodSandboxConfig, Fault>;
 }
 
 /// The pod and the container for which an image is pulled.
 #[derive(Clone, Copy)]
-pub struct PullContext<'a> {
+pub(crate) struct PullContext<'a> {
     /// The pod.
     pub pod: &'a Pod,
     /// The role of the container in the pod.
@@ -212,7 +212,7 @@ pub struct PullContext<'a> {
 }
 
 /// Ensures that all images of a container are present.
-pub async fn ensure_all(
+pub(crate) async fn ensure_all(
     parts: &Parts,
     pull_context: PullContext<'_>,
     container: &Container,

@@ -125,7 +125,7 @@ impl Records {
     }
 
     /// Writes the intent file of a pull. Without it, an image pulled before a crash would count as preloaded.
-    pub async fn record_intent(&self, image: &str) -> Result<Pull, HostError> {
+    pub(crate) async fn record_intent(&self, image: &str) -> Result<Pull, HostError> {
         let (store, image) = (self.0.clone(), image.to_owned());
         let text = json!({"kind": "ImagePullIntent", "apiVersion": "kubelet.config.k8s.io/v1beta1", "image": image}).to_string();
         let write_record = move || {
@@ -144,7 +144,7 @@ impl Records {
 
 impl Pull {
     /// Records a successful pull. `untagged` is the image's name in the pod, without tag and digest.
-    pub async fn record_success(
+    pub(crate) async fn record_success(
         mut self,
         reference: &str,
         untagged: &str,

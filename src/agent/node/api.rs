@@ -70,7 +70,7 @@ pub trait NodeApi: Send + Sync + 'static {
 }
 
 /// [`NodeApi`] over a kube client.
-pub struct KubeNodes(pub Client);
+pub(crate) struct KubeNodes(pub Client);
 
 #[async_trait]
 impl NodeApi for KubeNodes {

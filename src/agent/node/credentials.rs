@@ -113,7 +113,7 @@ impl Pair {
 /// The client certificate that the agent renews itself, with `rotateCertificates`. Once it exists,
 /// it replaces the credentials of the kubeconfig.
 #[must_use]
-pub fn own_pair(config: &Config) -> Option<PathBuf> {
+pub(crate) fn own_pair(config: &Config) -> Option<PathBuf> {
     let rotates = config.rotate_certificates;
     rotates.then(|| Pair::client(&config.cert_dir).current())
 }
@@ -299,7 +299,7 @@ async fn request_first_certificate(
 
 /// A certificate that is renewed when due, or when it lacks an address or name of the node.
 #[derive(Debug, Clone)]
-pub struct Renewed {
+pub(crate) struct Renewed {
     pair: Pair,
     signer: &'static str,
     usages: &'static [&'static str],
@@ -411,7 +411,7 @@ fn is_due(
 
 /// Renews a certificate when due. Returns when the node's client certificate is invalid and cannot be renewed although
 /// the API answers: only a bootstrap token can help then (`pkg/kubelet/certificate/bootstrap`).
-pub async fn renew_when_due(
+pub(crate) async fn renew_when_due(
     mut kept: Renewed,
     client: Client,
     clock: Clock,

@@ -237,7 +237,7 @@ impl DeviceManager {
 
     /// Marks a plugin as gone because its registration socket was removed. Returns
     /// whether it was the plugin's current registration.
-    pub fn mark_gone(&self, resource: &str, by: &Path, now: Timestamp) -> bool {
+    pub(crate) fn mark_gone(&self, resource: &str, by: &Path, now: Timestamp) -> bool {
         let number = {
             let state = self.lock();
             let found = state.plugins.get(resource);

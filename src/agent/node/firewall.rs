@@ -9,7 +9,7 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Recreates the chains until the process exits, as reloading a firewall removes them. On a
 /// machine without iptables no chains are needed.
-pub async fn keep_chains() {
+pub(crate) async fn keep_chains() {
     let mut last = Ok(false);
     loop {
         let made = iptables::ensure().await;

@@ -149,7 +149,7 @@ impl LedgerHandle {
 
     /// Requests the sizes in the pod's spec; `has` is the pod with its current sizes. If the request does not fit, the
     /// worker gets [`Input::ResourcesFreed`] when it does.
-    pub async fn request_resize(&self, pod: Arc<Pod>, has: Arc<Pod>) -> Result<(), Refusal> {
+    pub(crate) async fn request_resize(&self, pod: Arc<Pod>, has: Arc<Pod>) -> Result<(), Refusal> {
         self.request(|reply| Request::Resize { pod, has, reply })
             .await
     }
@@ -223,12 +223,12 @@ impl LedgerHandle {
     }
 
     /// Wakes pods that wait for volumes, because a storage driver was registered or removed.
-    pub fn drivers_changed(&self) {
+    pub(crate) fn drivers_changed(&self) {
         self.send(Request::VolumesRetried);
     }
 
     /// Wakes pods that wait for volumes, because a deleted pod has released volumes that only one pod may use.
-    pub fn volumes_freed(&self) {
+    pub(crate) fn volumes_freed(&self) {
         self.send(Request::VolumesRetried);
     }
 }

@@ -107,7 +107,7 @@ pub fn begin(metrics: &Metrics, managers: &Managers) {
 }
 
 /// Writes how much memory is protected for these pods; nothing without memory QoS.
-pub fn write_protected(rules: &Rules, pods: &[&Pod], page: &mut Page) {
+pub(crate) fn write_protected(rules: &Rules, pods: &[&Pod], page: &mut Page) {
     let Some(all) = protection(rules, pods) else {
         return;
     };

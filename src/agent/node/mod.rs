@@ -24,7 +24,7 @@ mod api;
 pub mod binding;
 pub(crate) mod cgroup_tree;
 mod checkpoint;
-pub mod claim_metrics;
+pub(crate) mod claim_metrics;
 pub mod claims;
 pub mod credentials;
 pub mod devices;
@@ -32,9 +32,9 @@ pub mod firewall;
 pub(crate) mod lease;
 mod leases;
 pub mod ledger;
-pub mod log_rotation;
+pub(crate) mod log_rotation;
 pub mod machine;
-pub mod manager_metrics;
+pub(crate) mod manager_metrics;
 pub mod managers;
 pub mod network;
 pub mod oom;
@@ -45,17 +45,20 @@ pub(crate) mod registration;
 pub(crate) mod runtime;
 pub mod shutdown;
 pub mod slices;
-pub mod standalone;
+pub(crate) mod standalone;
 pub(crate) mod status;
 
 use std::time::Duration;
 
 use tokio::sync::watch;
 
-pub use api::{KubeNodes, NodeApi, NodeChange};
+pub(crate) use api::KubeNodes;
+
+pub use api::{NodeApi, NodeChange};
 pub use claims::ClaimManager;
 pub use devices::DeviceManager;
-pub use own::{AdmissionNode, OwnNode, REGISTER_AGAIN_AFTER, store_node};
+pub use own::OwnNode;
+pub(crate) use own::{AdmissionNode, REGISTER_AGAIN_AFTER, store_node};
 
 use super::pod::table::PodTable;
 use holdfast_config::Config;

@@ -49,7 +49,7 @@ pub async fn addresses(config: &Config) -> Result<Vec<String>, HostError> {
 }
 
 /// Like [`addresses()`], for startup: without an address, pods that need one wait until the node has one.
-pub async fn first_addresses(config: &Config) -> Vec<String> {
+pub(crate) async fn first_addresses(config: &Config) -> Vec<String> {
     let external = config.external_cloud && config.kubeconfig.is_some();
     if origin(external, config.has_node_ip, None) == Origin::Unknown {
         return vec![];
@@ -72,7 +72,7 @@ fn local_servers(node_ips: &[String]) -> Vec<String> {
 
 /// The DNS settings of pods, derived from the node's resolver configuration
 /// (`resolvConf`). Fails if the file cannot be read.
-pub fn try_resolver(config: &Config, node_ips: &[String]) -> Result<Resolver, HostError> {
+pub(crate) fn try_resolver(config: &Config, node_ips: &[String]) -> Result<Resolver, HostError> {
     let own = if config.resolv_conf.is_empty() {
         // Without a `resolvConf` pods get a name server on the same machine and the root as the only search domain.
         Resolver {

@@ -24,11 +24,11 @@ const REFRESH_BACKOFF: Doubling = Doubling::new(Duration::from_millis(100), Dura
 
 /// How long the Node object must be missing until the agent registers the node again, if `registerNode` is true. To
 /// remove a node from the cluster, stop its agent within this time.
-pub const REGISTER_AGAIN_AFTER: Duration = Duration::from_secs(60);
+pub(crate) const REGISTER_AGAIN_AFTER: Duration = Duration::from_secs(60);
 
 /// The Node that a pod is admitted to. Only [`OwnNode::node_for_admission`] creates one, so no
 /// pod of the API is admitted to an unknown node.
-pub struct AdmissionNode(Arc<Node>);
+pub(crate) struct AdmissionNode(Arc<Node>);
 
 impl AdmissionNode {
     /// The Node object.
@@ -73,7 +73,7 @@ impl OwnNode {
     /// wait, as the API may never answer. An unknown or missing Node is replaced by the one that this agent registers
     /// (upstream's `getNodeAnyWay`, and the wait in `NewSourceApiserver`).
     #[must_use]
-    pub fn node_for_admission(&self, pod: &Pod) -> Option<AdmissionNode> {
+    pub(crate) fn node_for_admission(&self, pod: &Pod) -> Option<AdmissionNode> {
         let seen = self.seen.borrow().clone();
         let stand_in = pod::is_static(pod) || *self.known.borrow();
         let node = seen.or_else(|| stand_in.then(|| Arc::clone(&self.initial)));
@@ -81,13 +81,13 @@ impl OwnNode {
     }
 
     /// Waits until the object, or its absence, is known.
-    pub async fn wait_until_known(&self) {
+    pub(crate) async fn wait_until_known(&self) {
         // This object owns the sender, so the wait cannot fail.
         let _ = self.known.subscribe().wait_for(|known| *known).await;
     }
 
     /// Uses the stored Node for admission, because no apiserver answers and the earlier pods are started.
-    pub fn assume(&self, kept: Option<Node>) {
+    pub(crate) fn assume(&self, kept: Option<Node>) {
         if let Some(kept) = kept {
             self.seen.send_if_modified(|known| {
                 let is_unknown = known.is_none();
@@ -194,7 +194,7 @@ impl OwnNode {
     }
 
     /// Waits until the object exists.
-    pub async fn wait_until_present(&self) -> Arc<Node> {
+    pub(crate) async fn wait_until_present(&self) -> Arc<Node> {
         let (mut seen, mut deleted) = (self.seen.subscribe(), self.deleted.subscribe());
         loop {
             // This object owns the senders, so the waits cannot fail.
@@ -210,7 +210,7 @@ impl OwnNode {
 }
 
 /// Stores the Node's fields that admission needs, for a start without an apiserver.
-pub async fn store_node(node: Arc<OwnNode>, keeper: Keeper) {
+pub(crate) async fn store_node(node: Arc<OwnNode>, keeper: Keeper) {
     let mut seen = node.subscribe();
     loop {
         let node = seen.borrow_and_update().clone();

@@ -18,7 +18,7 @@ use holdfast_kubeapi::pods::{
 };
 
 /// The absent API.
-pub struct NoApi;
+pub(crate) struct NoApi;
 
 fn none<T>() -> Result<T, ApiFailure> {
     Err(ApiFailure::NotFound(

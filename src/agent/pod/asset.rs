@@ -23,7 +23,7 @@ pub enum Asset {
 
 /// The latest asset of each kind.
 #[derive(Clone, Default)]
-pub struct Assets {
+pub(crate) struct Assets {
     pub(super) setup: Option<Arc<Setup>>,
     pub(super) fetched: Option<Arc<Fetched>>,
     pub(super) pulled: BTreeMap<String, Arc<Pulled>>,

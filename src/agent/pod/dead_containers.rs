@@ -138,7 +138,7 @@ pub async fn remove(parts: &Parts, decisions: &[ContainerDecision]) -> (usize, F
 }
 
 /// Decides and removes. Returns the same as [`remove`].
-pub async fn find_and_remove(
+pub(crate) async fn find_and_remove(
     parts: &Parts,
     disk_pressure: bool,
 ) -> Result<(usize, Failures), String> {

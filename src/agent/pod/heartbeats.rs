@@ -27,24 +27,24 @@ impl Default for Heartbeats {
 
 impl Heartbeats {
     /// Records the start of a dispatcher turn.
-    pub fn dispatcher_turned(&self) {
+    pub(crate) fn dispatcher_turned(&self) {
         *lock(&self.last_turn) = Instant::now();
     }
 
     /// Time since the start of the dispatcher's last turn.
     #[must_use]
-    pub fn since_turn(&self) -> Duration {
+    pub(crate) fn since_turn(&self) -> Duration {
         lock(&self.last_turn).elapsed()
     }
 
     /// Records a listing of the runtime's pods.
-    pub fn runtime_listed(&self) {
+    pub(crate) fn runtime_listed(&self) {
         *lock(&self.last_listing) = Instant::now();
     }
 
     /// Time since the last listing of the runtime's pods.
     #[must_use]
-    pub fn since_listing(&self) -> Duration {
+    pub(crate) fn since_listing(&self) -> Duration {
         lock(&self.last_listing).elapsed()
     }
 }

@@ -251,12 +251,12 @@ impl Log {
     }
 
     /// Sets the time of the next retry.
-    pub fn set_retry(&self, next: Timestamp) {
+    pub(crate) fn set_retry(&self, next: Timestamp) {
         self.journal().set_next_of_failed(next);
     }
 
     /// Sets what the pod waits for while no step is running or failing.
-    pub fn set_waiting(&self, waiting: Option<String>) {
+    pub(crate) fn set_waiting(&self, waiting: Option<String>) {
         self.journal().waiting = waiting;
     }
 
@@ -265,7 +265,7 @@ impl Log {
     }
 
     /// Starts recording a new worker's turns.
-    pub fn start_record(&self, record: Record) {
+    pub(crate) fn start_record(&self, record: Record) {
         *self.recorded() = Recorded::Growing(Box::new(record));
     }
 
@@ -289,7 +289,7 @@ impl Log {
 
     /// Returns a copy of the record.
     #[must_use]
-    pub fn read_record(&self) -> Option<Record> {
+    pub(crate) fn read_record(&self) -> Option<Record> {
         self.recorded().read()
     }
 

@@ -1,11 +1,11 @@
 //! Pods: their sources, their workers, the operations of workers, and the published status.
 
-pub mod asset;
+pub(crate) mod asset;
 pub mod dead_containers;
 pub mod dispatch;
 pub mod heartbeats;
 pub mod hooks;
-pub mod inbox;
+pub(crate) mod inbox;
 pub mod journal;
 pub mod mirror;
 pub mod orphans;

@@ -80,7 +80,7 @@ impl Removals {
 
 /// The uids of pods whose leftovers are being removed. A static pod with one of these uids must not start yet, as the
 /// removal would delete its directories.
-pub type Clearing = watch::Sender<BTreeSet<String>>;
+pub(crate) type Clearing = watch::Sender<BTreeSet<String>>;
 
 /// Failed removals or deletions by uid, logged with growing pauses.
 type Failures = Arc<Mutex<RepeatedFailures<String>>>;
@@ -253,7 +253,7 @@ fn mirrors_to_delete(orphaned: &BTreeMap<String, Arc<Pod>>) -> BTreeMap<String, 
 }
 
 /// Deletes mirror pods without their static pod, until the process exits. Each mirror has its own task and back-off.
-pub async fn delete_mirrors(
+pub(crate) async fn delete_mirrors(
     api: Arc<dyn PodApi>,
     clock: Clock,
     mut table: watch::Receiver<PodTable>,

@@ -41,7 +41,7 @@ struct Instance {
 }
 
 /// A pod's probes. Dropping it stops them.
-pub struct Probing {
+pub(crate) struct Probing {
     inbox: Inbox,
     instances: BTreeMap<String, Instance>,
     log: Log,
@@ -199,7 +199,7 @@ impl Probing {
 
     /// Stops liveness and startup probes of a terminating pod, as no container is restarted any more. Sidecars are no
     /// exception (KEP-4438 would change that). Readiness is still published.
-    pub fn stop_restarting_probes(&mut self, pod: &Pod, observed: &ObservedPod) {
+    pub(crate) fn stop_restarting_probes(&mut self, pod: &Pod, observed: &ObservedPod) {
         for (_, container) in pod::containers(pod) {
             if let Some(seen) = observed.newest(&container.name)
                 && let Some(instance) = self.instances.get_mut(&seen.id)

@@ -28,7 +28,7 @@ const RESUBSCRIBE: Duration = Duration::from_secs(5);
 /// The state that each worker last observed, as a fingerprint by pod uid. A
 /// listing with the same fingerprint is no change.
 #[derive(Clone, Default)]
-pub struct ObservedFingerprints(Arc<Mutex<BTreeMap<String, u64>>>);
+pub(crate) struct ObservedFingerprints(Arc<Mutex<BTreeMap<String, u64>>>);
 
 impl ObservedFingerprints {
     /// Sets the state that a worker has observed.

@@ -258,7 +258,7 @@ async fn follow_url(parts: Arc<Parts>, found: Arc<Found>) {
 }
 
 /// Reads the directory once, for the given pods of the runtime. A file that the agent would skip is an error.
-pub fn read_once(
+pub(crate) fn read_once(
     config: &holdfast_config::Config,
     started: Vec<Started>,
 ) -> Result<Vec<Pod>, String> {

@@ -33,7 +33,7 @@ pub async fn started(runtime: &dyn Runtime) -> Result<Vec<Started>, RuntimeError
 
 /// Like [`started`], for pods that were already observed.
 #[must_use]
-pub fn of_observed(observed: &[(ListedPod, ObservedPod)]) -> Vec<Started> {
+pub(crate) fn of_observed(observed: &[(ListedPod, ObservedPod)]) -> Vec<Started> {
     let statics = observed.iter().filter(|(pod, _)| is_static(&pod.uid));
     let started = statics.filter_map(|(pod, observed)| {
         Some(Started {
@@ -47,7 +47,7 @@ pub fn of_observed(observed: &[(ListedPod, ObservedPod)]) -> Vec<Started> {
 }
 
 /// The uids, and the file that stores them.
-pub struct KeptUids {
+pub(crate) struct KeptUids {
     path: PathBuf,
     uids: Mutex<Uids>,
 }

@@ -33,7 +33,7 @@ struct Wanted {
 }
 
 /// Writes one pod's status. Dropping it stops the writer.
-pub struct StatusWriter {
+pub(crate) struct StatusWriter {
     wanted: watch::Sender<Wanted>,
     written: watch::Receiver<u64>,
     metrics: Arc<Metrics>,

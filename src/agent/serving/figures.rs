@@ -38,7 +38,7 @@ const DISK_USAGE_TTL: Duration = Duration::from_secs(60);
 /// Maximum time to wait for a measurement of disk usage; a later result is available to the next request.
 const COUNT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum time to wait for the runtime's list of containers if an earlier list is available.
-pub const RUNTIME_TIMEOUT: Duration = Duration::from_secs(2);
+pub(crate) const RUNTIME_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A running container.
 #[derive(Debug, Clone)]
@@ -63,7 +63,7 @@ pub struct ContainerFigures {
 
 /// A pod's sandbox.
 #[derive(Debug, Clone)]
-pub struct SandboxFigures {
+pub(crate) struct SandboxFigures {
     /// The runtime's id.
     pub id: String,
     /// The sandbox's cgroup, if it is known.
@@ -95,7 +95,7 @@ pub struct PodFigures {
 
 /// A separately measured part of the node.
 #[derive(Debug, Clone)]
-pub struct SystemFigures {
+pub(crate) struct SystemFigures {
     /// The name in the summary: `pods`, `kubelet`, `runtime`, `misc`; empty for a QoS class.
     pub name: &'static str,
     /// The part's cgroup.
@@ -147,7 +147,7 @@ impl Snapshot {
 
 /// The disk usage of a pod.
 #[derive(Debug, Clone, Default)]
-pub struct DiskFigures {
+pub(crate) struct DiskFigures {
     /// The pod's volumes.
     pub volumes: Vec<VolumeFigures>,
     /// Bytes of logs, by container.
@@ -171,7 +171,7 @@ type Dated = (Instant, Arc<Snapshot>);
 
 /// The stored measurements.
 #[derive(Default)]
-pub struct Measurements {
+pub(crate) struct Measurements {
     /// The last measurement, and an earlier one that is old enough to compute a rate.
     last: Mutex<(Option<Dated>, Option<Dated>)>,
     /// The settings of cgroups.
@@ -221,7 +221,7 @@ pub async fn running(server: &Server) -> Result<Vec<RunningContainer>, RuntimeEr
 
 impl Measurements {
     /// The measured volumes of claims. Starts no measurement.
-    pub fn known_volumes(&self) -> Vec<VolumeFigures> {
+    pub(crate) fn known_volumes(&self) -> Vec<VolumeFigures> {
         let all = lock(&self.disks);
         let known = all.values().filter_map(|disk| {
             disk.try_lock()
@@ -233,7 +233,7 @@ impl Measurements {
     }
 
     /// The measured sizes of a pod's logs in bytes, by container. Starts no measurement.
-    pub fn known_logs(&self, uid: &str) -> BTreeMap<String, u64> {
+    pub(crate) fn known_logs(&self, uid: &str) -> BTreeMap<String, u64> {
         let all = lock(&self.disks);
         let known = all.get(uid).and_then(|disk| {
             let figures = disk.try_lock().ok()?;

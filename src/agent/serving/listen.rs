@@ -46,7 +46,7 @@ impl Part {
 
 /// The state of the agent's HTTP API.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct ServingState {
+pub(crate) struct ServingState {
     /// Whether the main server is served or has failed.
     main: bool,
     /// Why servers are not served.
@@ -55,7 +55,7 @@ pub struct ServingState {
 
 /// Why servers of the agent's HTTP API are not served.
 #[derive(Debug, Default)]
-pub struct Unserved(watch::Sender<ServingState>);
+pub(crate) struct Unserved(watch::Sender<ServingState>);
 
 impl Unserved {
     /// Why the node is not ready because of them, in the order of [`Part`].
@@ -74,7 +74,7 @@ impl Unserved {
     }
 
     /// Waits until the main server is served or has failed, or is not required yet.
-    pub async fn wait_until_tried(&self) {
+    pub(crate) async fn wait_until_tried(&self) {
         let mut known = self.0.subscribe();
         // This object owns the sender, so the wait cannot fail.
         let _ = known.wait_for(|known| known.main).await;

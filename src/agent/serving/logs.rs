@@ -196,7 +196,7 @@ fn find(server: &Server, place: &PodTarget) -> Result<Known, Refusal> {
 }
 
 /// `GET /containerLogs/…`.
-pub async fn serve_container_log(
+pub(crate) async fn serve_container_log(
     server: &Arc<Server>,
     place: &PodTarget,
     query: &str,
@@ -373,12 +373,12 @@ async fn read(
 }
 
 /// `GET /logs/…`: a file of the node's log directory, or the list of a directory.
-pub async fn serve_node_log(path: &str) -> Result<Response<Body>, Refusal> {
+pub(crate) async fn serve_node_log(path: &str) -> Result<Response<Body>, Refusal> {
     below(path, true).await
 }
 
 /// Serves a file, but no directories.
-pub async fn serve_file(path: &str) -> Result<Response<Body>, Refusal> {
+pub(crate) async fn serve_file(path: &str) -> Result<Response<Body>, Refusal> {
     below(path, false).await
 }
 

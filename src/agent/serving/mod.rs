@@ -52,7 +52,7 @@ use holdfast_sys::machine::Machine;
 use holdfast_sys::service;
 use listen::Part;
 
-pub use listen::Unserved;
+pub(crate) use listen::Unserved;
 pub use sessions::Sessions;
 
 /// Limits of the main listener.

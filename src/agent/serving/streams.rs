@@ -104,7 +104,7 @@ async fn url(server: &Server, endpoint: &Endpoint, text: &str) -> Result<String,
 }
 
 /// Serves `/exec`, `/attach` and `/portForward`.
-pub async fn serve_stream(
+pub(crate) async fn serve_stream(
     server: &Arc<Server>,
     endpoint: &Endpoint,
     request: Request<Incoming>,

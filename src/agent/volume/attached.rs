@@ -62,7 +62,7 @@ impl AttachedDisks {
     }
 
     /// Records that the node's status reports these disks in use. Ignores those that no pod uses any more.
-    pub fn set_reported(&self, names: &[String]) {
+    pub(crate) fn set_reported(&self, names: &[String]) {
         // Under the lock, so that a disk that is forgotten meanwhile is not added again.
         let of_pods = lock(&self.of_pods);
         let now = of_pods.values().filter(|name| names.contains(name));
@@ -70,7 +70,7 @@ impl AttachedDisks {
     }
 
     /// Waits until [`AttachedDisks::in_use`] has changed.
-    pub async fn in_use_changed(&self) {
+    pub(crate) async fn in_use_changed(&self) {
         self.reported.changed().await;
     }
 

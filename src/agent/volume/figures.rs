@@ -2,7 +2,7 @@
 
 /// The usage of a volume.
 #[derive(Debug, Clone, Default)]
-pub struct VolumeFigures {
+pub(crate) struct VolumeFigures {
     /// The volume's name in the pod.
     pub name: String,
     /// The pod's namespace.

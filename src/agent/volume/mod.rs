@@ -10,7 +10,7 @@ pub mod objects;
 mod permissions;
 pub mod projected;
 mod reported;
-pub mod storage_limits;
+pub(crate) mod storage_limits;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
@@ -118,7 +118,7 @@ struct VolumeSetUp {
 }
 
 /// Why a pod's volumes are not set up.
-pub enum NotSetUp {
+pub(crate) enum NotSetUp {
     /// A failure that is retried.
     Failed(Fault),
     /// The node's limit of attached volumes is reached: the pod is rejected.

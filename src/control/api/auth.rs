@@ -72,7 +72,7 @@ impl User {
 
 /// The user of a trusted client certificate (DER).
 #[must_use]
-pub fn of_certificate(der: &[u8]) -> Option<User> {
+pub(crate) fn of_certificate(der: &[u8]) -> Option<User> {
     let (name, groups) = subject(der)?;
     Some(User::authenticated(name, String::new(), groups))
 }
@@ -126,7 +126,7 @@ fn get_valid(store: &Store, key: &str, uid: &str) -> Option<Value> {
 /// Verifies a service-account token: the signature, that it is issued for one of `audiences`, and that the account and
 /// the bound object still exist. Returns the user and those of `audiences` that the token is issued for.
 #[must_use]
-pub fn of_token(
+pub(crate) fn of_token(
     token: &str,
     audiences: &[&str],
     tokens: &Tokens,
@@ -387,7 +387,7 @@ fn is_node_allowed(node: &str, attributes: &Attributes<'_>) -> bool {
 
 /// Whether `user` may GET a path outside the object API.
 #[must_use]
-pub fn can_get_path(user: &User, path: &str) -> bool {
+pub(crate) fn can_get_path(user: &User, path: &str) -> bool {
     let public = ["/healthz", "/livez", "/readyz", "/version"];
     public
         .iter()
@@ -402,7 +402,7 @@ pub fn can_get_path(user: &User, path: &str) -> bool {
 
 /// The 403 response, in upstream's wording.
 #[must_use]
-pub fn forbidden_error(user: &User, attributes: &Attributes<'_>) -> ApiError {
+pub(crate) fn forbidden_error(user: &User, attributes: &Attributes<'_>) -> ApiError {
     let what = if attributes.sub.is_empty() {
         attributes.resource.to_owned()
     } else {
@@ -431,7 +431,7 @@ pub fn forbidden_error(user: &User, attributes: &Attributes<'_>) -> ApiError {
 
 /// Builds the attributes of a request for a stored kind.
 #[must_use]
-pub fn attributes_of<'a>(
+pub(crate) fn attributes_of<'a>(
     verb: &'a str,
     resource: &'a Resource,
     sub: &'a str,

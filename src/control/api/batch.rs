@@ -7,14 +7,12 @@ use super::columns;
 use super::defaults::pod::template;
 use super::object::{at, entry, list, meta, set_default, text};
 
-/// The API group.
-pub const GROUP: &str = "batch";
 /// Labels on a job's pods with its name: the current label, and the older one without a prefix.
-pub const NAME_LABELS: [&str; 2] = ["batch.kubernetes.io/job-name", "job-name"];
+pub(crate) const NAME_LABELS: [&str; 2] = ["batch.kubernetes.io/job-name", "job-name"];
 /// Labels on a job's pods with its uid: the current label, which the selector uses, and the older one.
-pub const UID_LABELS: [&str; 2] = ["batch.kubernetes.io/controller-uid", "controller-uid"];
+pub(crate) const UID_LABELS: [&str; 2] = ["batch.kubernetes.io/controller-uid", "controller-uid"];
 /// Warning for a DELETE without a propagation policy.
-pub const ORPHANS: &str = "child pods are preserved by default when jobs are deleted; set propagationPolicy=Background to remove them or set propagationPolicy=Orphan to suppress this warning";
+pub(crate) const ORPHANS: &str = "child pods are preserved by default when jobs are deleted; set propagationPolicy=Background to remove them or set propagationPolicy=Orphan to suppress this warning";
 
 /// Fills in the defaults of a kind.
 pub(super) fn defaults(kind: &str, object: &mut Value) {
@@ -124,7 +122,7 @@ pub(super) fn warnings(kind: &str, object: &Value) -> Vec<String> {
 
 /// Whether a condition of a job is true.
 #[must_use]
-pub fn has_condition(job: &Value, kind: &str) -> bool {
+pub(crate) fn has_condition(job: &Value, kind: &str) -> bool {
     list(job, &["status", "conditions"])
         .iter()
         .any(|c| c["type"] == kind && c["status"] == "True")

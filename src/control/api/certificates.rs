@@ -41,7 +41,7 @@ const USAGES: [&str; 23] = [
 ];
 
 /// Records the requesting user in the spec. Values that the client sent for these fields are overwritten.
-pub fn requested_by(request: &mut Value, user: &User) {
+pub(crate) fn requested_by(request: &mut Value, user: &User) {
     let spec = entry(request, "spec");
     for key in ["username", "uid", "groups", "extra"] {
         spec.remove(key);
@@ -97,7 +97,7 @@ fn is_decision(condition: &Value) -> bool {
 }
 
 /// Restores the approval decision, so that a write to `/status` cannot change it.
-pub fn restore_decision(old: &Value, new: &mut Value) {
+pub(crate) fn restore_decision(old: &Value, new: &mut Value) {
     let mut conditions: Vec<Value> = list(old, &["status", "conditions"]).to_vec();
     conditions.retain(is_decision);
     conditions.extend(
@@ -142,7 +142,7 @@ fn der_of(base64: &str) -> Option<Vec<u8>> {
 
 /// The common name in `spec.request` (base64 of PEM). Empty if the subject has no common name or
 /// several; `None` if the request cannot be parsed.
-pub fn common_name(base64: &str) -> Option<String> {
+pub(crate) fn common_name(base64: &str) -> Option<String> {
     let der = der_of(base64)?;
     let (_, csr) =
         x509_parser::certification_request::X509CertificationRequest::from_der(&der).ok()?;
@@ -289,7 +289,7 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
 }
 
 /// Validates an update: the spec of a request is immutable.
-pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors) {
+pub(crate) fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors) {
     let fixed = match kind {
         "CertificateSigningRequest" | "PodCertificateRequest" => old["spec"] != new["spec"],
         "ClusterTrustBundle" => old["spec"]["signerName"] != new["spec"]["signerName"],

@@ -44,7 +44,7 @@ pub(super) fn pairs(map: Option<&Value>) -> String {
 
 /// The age of an RFC 3339 time in kubectl's format.
 #[must_use]
-pub fn age_of(time: Option<&str>, now: jiff::Timestamp) -> String {
+pub(crate) fn age_of(time: Option<&str>, now: jiff::Timestamp) -> String {
     let Some(then) = time.and_then(|t| t.parse::<jiff::Timestamp>().ok()) else {
         return "<unknown>".into();
     };

@@ -7,7 +7,8 @@ use super::resources::{RESOURCES, REVIEWS, Resource, Sub};
 use holdfast_core::version;
 
 /// The content type of aggregated discovery.
-pub const AGGREGATED: &str = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList";
+pub(crate) const AGGREGATED: &str =
+    "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList";
 
 fn groups() -> Vec<(&'static str, &'static str)> {
     let mut groups: Vec<(&str, &str)> = Vec::new();
@@ -166,7 +167,7 @@ fn group_object(group: &str) -> Value {
 
 /// `GET /apis`, legacy form.
 #[must_use]
-pub fn group_list() -> Value {
+pub(crate) fn group_list() -> Value {
     let list: Vec<Value> = names()
         .into_iter()
         .filter(|g| !g.is_empty())
@@ -187,7 +188,7 @@ pub fn group(name: &str) -> Option<Value> {
 
 /// `GET /api/v1` or `GET /apis/<group>/<version>`.
 #[must_use]
-pub fn resource_list(group: &str, version: &str) -> Option<Value> {
+pub(crate) fn resource_list(group: &str, version: &str) -> Option<Value> {
     groups()
         .into_iter()
         .find(|pair| *pair == (group, version))?;
@@ -238,19 +239,19 @@ fn path_of(group: &str, version: &str) -> String {
 }
 
 /// The content type with which kubectl requests OpenAPI v2.
-pub const OPENAPI_V2: &str = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf";
+pub(crate) const OPENAPI_V2: &str = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf";
 
 /// `GET /openapi/v2`: a document without definitions. kubectl and Helm fall back to it for kinds
 /// that `/openapi/v3` does not describe, such as `List`. They skip client-side validation of kinds
 /// without a definition; the server validates them.
 #[must_use]
-pub fn openapi_v2() -> Value {
+pub(crate) fn openapi_v2() -> Value {
     json!({"swagger": "2.0", "info": {"title": "Holdfast", "version": version::REPORTED}, "paths": {}})
 }
 
 /// The same document as protobuf, the form that kubectl reads.
 #[must_use]
-pub fn openapi_v2_protobuf() -> Vec<u8> {
+pub(crate) fn openapi_v2_protobuf() -> Vec<u8> {
     // All fields here are shorter than 128 bytes, so that each length is a single byte.
     let field = |number: u8, content: &[u8]| {
         let head = [
@@ -269,7 +270,7 @@ pub fn openapi_v2_protobuf() -> Vec<u8> {
 
 /// `GET /openapi/v3`.
 #[must_use]
-pub fn openapi_index() -> Value {
+pub(crate) fn openapi_index() -> Value {
     let paths: serde_json::Map<String, Value> = groups()
         .into_iter()
         .map(|(g, v)| {

@@ -63,7 +63,7 @@ impl FieldError {
     }
 
     /// `Too long`: one or more texts with more than `most` bytes in total.
-    pub fn too_long(field: impl Into<String>, most: usize) -> FieldError {
+    pub(crate) fn too_long(field: impl Into<String>, most: usize) -> FieldError {
         FieldError {
             reason: "FieldValueTooLong",
             field: field.into(),
@@ -72,7 +72,7 @@ impl FieldError {
     }
 
     /// `Too many`: a list of `count` items where `most` are allowed.
-    pub fn too_many(field: impl Into<String>, count: usize, most: usize) -> FieldError {
+    pub(crate) fn too_many(field: impl Into<String>, count: usize, most: usize) -> FieldError {
         FieldError {
             reason: "FieldValueTooMany",
             field: field.into(),
@@ -153,7 +153,7 @@ impl ApiError {
     }
 
     /// 409: the name exists already.
-    pub fn already_exists(group: &str, plural: &str, name: &str) -> ApiError {
+    pub(crate) fn already_exists(group: &str, plural: &str, name: &str) -> ApiError {
         let message = format!("{} {name:?} already exists", qualified(plural, group));
         Self::with_details(409, "AlreadyExists", message, group, plural, name)
     }
@@ -203,7 +203,7 @@ impl ApiError {
     }
 
     /// 405.
-    pub fn method_not_allowed() -> ApiError {
+    pub(crate) fn method_not_allowed() -> ApiError {
         Self::new(
             405,
             "MethodNotAllowed",
@@ -212,7 +212,7 @@ impl ApiError {
     }
 
     /// 404 for an unknown resource or path.
-    pub fn no_such_resource() -> ApiError {
+    pub(crate) fn no_such_resource() -> ApiError {
         Self::new(
             404,
             "NotFound",
@@ -226,7 +226,7 @@ impl ApiError {
     }
 
     /// 415 for a request body.
-    pub fn unsupported_body() -> ApiError {
+    pub(crate) fn unsupported_body() -> ApiError {
         let message = "the body of the request was in an unknown format - accepted media types include: application/json, application/yaml, application/vnd.kubernetes.protobuf";
         Self::new(415, "UnsupportedMediaType", message)
     }

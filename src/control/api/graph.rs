@@ -98,7 +98,7 @@ const PODS: &str = "pods/";
 
 /// The graph. Each request of a node first applies the few changes since the previous one.
 #[derive(Default)]
-pub struct Graph(Mutex<PodEdges>);
+pub(crate) struct Graph(Mutex<PodEdges>);
 
 /// The state of all pods.
 #[derive(Default)]
@@ -171,7 +171,12 @@ impl Graph {
 
     /// Whether the requested object is related to the node. Kinds without such a relation are always allowed.
     #[must_use]
-    pub fn is_related(&self, store: &Store, node: &str, attributes: &Attributes<'_>) -> bool {
+    pub(crate) fn is_related(
+        &self,
+        store: &Store,
+        node: &str,
+        attributes: &Attributes<'_>,
+    ) -> bool {
         let any = |fits: &dyn Fn(&Edges) -> bool| {
             self.of(store, node, attributes.namespace)
                 .iter()

@@ -102,7 +102,7 @@ fn required_permissions(other: &User) -> Vec<Attributes<'_>> {
 
 /// The effective user of a request: the user that the headers name, if
 /// impersonation is allowed, else the authenticated user.
-pub fn effective_user(
+pub(crate) fn effective_user(
     user: User,
     headers: &HeaderMap,
     is_allowed: impl Fn(&User, &Attributes<'_>) -> bool,

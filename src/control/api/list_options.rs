@@ -6,7 +6,7 @@ use super::route::Query;
 
 /// `resourceVersionMatch`: which version of a collection is requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Match {
+pub(crate) enum Match {
     /// Exactly this revision.
     Exact,
     /// This revision or a newer one.
@@ -15,7 +15,7 @@ pub enum Match {
 
 /// The options of a list or a watch.
 #[derive(Debug, PartialEq, Eq)]
-pub struct ListOptions<'a> {
+pub(crate) struct ListOptions<'a> {
     /// `resourceVersion`; `None` if absent.
     pub revision: Option<u64>,
     /// `resourceVersionMatch`; `None` if absent.

@@ -52,7 +52,7 @@ use std::sync::Arc;
 use serde_json::Value;
 use tokio::sync::mpsc;
 
-pub use error::{ApiError, FieldError};
+pub(crate) use error::ApiError;
 use read::{View, render};
 use resources::{Resource, Sub};
 pub use route::Query;
@@ -186,7 +186,7 @@ impl Api {
 
     /// Adds credentials for the nodes' agents.
     #[must_use]
-    pub fn with_nodes(self, nodes: nodes::Nodes) -> Api {
+    pub(crate) fn with_nodes(self, nodes: nodes::Nodes) -> Api {
         Api {
             nodes: Some(nodes),
             ..self

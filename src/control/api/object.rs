@@ -7,9 +7,9 @@ use super::resources::Resource;
 use crate::store::Attrs;
 
 /// Maximum nesting depth of an object, below serde_json's recursion limit of 128.
-pub const MAX_DEPTH: usize = 100;
+pub(crate) const MAX_DEPTH: usize = 100;
 /// Maximum size of an object, in bytes of JSON. Bodies have the same limit, but repeated patches can grow an object.
-pub const MAX_SIZE: usize = 3 << 20;
+pub(crate) const MAX_SIZE: usize = 3 << 20;
 
 /// The size of a value.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -133,7 +133,7 @@ pub fn uid(object: &Value) -> &str {
 
 /// Whether the object has a deletion timestamp.
 #[must_use]
-pub fn is_deleting(object: &Value) -> bool {
+pub(crate) fn is_deleting(object: &Value) -> bool {
     at(object, &["metadata", "deletionTimestamp"]).is_some()
 }
 
@@ -164,7 +164,7 @@ pub fn stamp(time: jiff::Timestamp) -> String {
 
 /// A random version-4 UUID.
 #[must_use]
-pub fn new_uid() -> String {
+pub(crate) fn new_uid() -> String {
     let mut b = [0u8; 16];
     random(&mut b);
     b[6] = (b[6] & 0x0f) | 0x40;
@@ -182,7 +182,7 @@ pub fn new_uid() -> String {
 
 /// Five random characters for a generated name, from upstream's alphabet without vowels.
 #[must_use]
-pub fn name_suffix() -> String {
+pub(crate) fn name_suffix() -> String {
     const LETTERS: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
     let mut bytes = [0u8; 5];
     random(&mut bytes);

@@ -25,7 +25,7 @@ const MAX_BYTES: usize = 32 << 20;
 const BASE_BYTES: usize = 64 << 10;
 
 /// Limits and runs expensive requests.
-pub struct Offload {
+pub(crate) struct Offload {
     all: Arc<Semaphore>,
     of_user: usize,
     users: Mutex<HashMap<String, Weak<UserQueue>>>,

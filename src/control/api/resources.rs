@@ -449,7 +449,7 @@ pub static RESOURCES: &[Resource] = &[
 ];
 
 /// Kinds that are evaluated and not stored: group, plural, kind.
-pub static REVIEWS: &[(&str, &str, &str)] = &[
+pub(crate) static REVIEWS: &[(&str, &str, &str)] = &[
     ("authentication.k8s.io", "tokenreviews", "TokenReview"),
     (
         "authentication.k8s.io",
@@ -479,7 +479,7 @@ impl Resource {
 
     /// Finds a kind by its name, in any group.
     #[must_use]
-    pub fn of_kind(kind: &str) -> Option<&'static Resource> {
+    pub(crate) fn of_kind(kind: &str) -> Option<&'static Resource> {
         RESOURCES.iter().find(|r| r.kind == kind)
     }
 
@@ -510,7 +510,7 @@ impl Resource {
 
     /// Whether the garbage collector tracks dependents of this kind's objects.
     #[must_use]
-    pub fn has_dependents(&self) -> bool {
+    pub(crate) fn has_dependents(&self) -> bool {
         matches!(self.kind, "Deployment" | "ReplicaSet" | "Job" | "CronJob")
     }
 

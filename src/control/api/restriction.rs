@@ -571,7 +571,7 @@ fn needs_audience(
 }
 
 /// A token request of a node.
-pub struct RequestedToken<'a> {
+pub(crate) struct RequestedToken<'a> {
     /// The service account's name.
     pub account: &'a str,
     /// The object to which the token is bound.
@@ -589,7 +589,7 @@ pub struct RequestedToken<'a> {
 /// # Errors
 ///
 /// 403 in upstream's wording (`admitServiceAccount`), 404 if the pod does not exist.
-pub fn check_token(
+pub(crate) fn check_token(
     node: &str,
     token: &RequestedToken<'_>,
     drivers: impl Fn(&Source<'_>) -> Vec<String>,

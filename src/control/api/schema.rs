@@ -73,7 +73,7 @@ static MESSAGES: LazyLock<HashMap<&'static str, Vec<Field>>> = LazyLock::new(|| 
 
 /// Why a body cannot be decoded.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-pub enum DecodeError {
+pub(crate) enum DecodeError {
     /// The body is truncated, or a length is wrong.
     #[error("the protobuf body is damaged near byte {0}")]
     Damaged(usize),
@@ -488,7 +488,7 @@ fn unfolded(text: &str) -> String {
 
 /// Normalises an object that [`check`] has accepted so that every client can decode it. Null fields are removed, null
 /// values in maps and lists become zero values, and base64 loses its line breaks.
-pub fn normalize(version: &str, kind: &str, object: &mut Value) {
+pub(crate) fn normalize(version: &str, kind: &str, object: &mut Value) {
     if let Some((name, _)) = MESSAGES.get_key_value(message_name(version, kind).as_str()) {
         normalize_message(name, object);
     }

@@ -11,7 +11,7 @@ use crate::store::Attrs;
 use holdfast_core::selector::Operator;
 
 /// Maximum number of terms of a selector: it is evaluated for every object of a list and every change.
-pub const MAX_TERMS: usize = 1000;
+pub(crate) const MAX_TERMS: usize = 1000;
 
 /// A requirement on one label.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,7 +62,7 @@ fn few_enough(what: &str, count: usize) -> Result<(), ApiError> {
 
 /// The selector of a list, watch or controller. The default matches everything.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Selector {
+pub(crate) struct Selector {
     labels: Vec<Requirement>,
     fields: Vec<(String, bool, String)>,
 }
@@ -121,7 +121,7 @@ impl Selector {
     /// Converts a `LabelSelector` object (`matchLabels`, `matchExpressions`). An absent or empty selector matches
     /// nothing, as workload controllers require; so does one with more than [`MAX_TERMS`].
     #[must_use]
-    pub fn of_object(selector: &Value) -> Option<Selector> {
+    pub(crate) fn of_object(selector: &Value) -> Option<Selector> {
         let mut result = Selector::default();
         if let Some(labels) = selector.get("matchLabels").and_then(Value::as_object) {
             for (key, value) in labels {
@@ -149,13 +149,13 @@ impl Selector {
 
     /// Whether it matches everything.
     #[must_use]
-    pub fn is_everything(&self) -> bool {
+    pub(crate) fn is_everything(&self) -> bool {
         self.labels.is_empty() && self.fields.is_empty()
     }
 
     /// The name that a `metadata.name=` term fixes.
     #[must_use]
-    pub fn fixed_name(&self) -> Option<&str> {
+    pub(crate) fn fixed_name(&self) -> Option<&str> {
         self.fixed("metadata.name")
     }
 
@@ -179,7 +179,7 @@ impl Selector {
 
     /// Whether these labels match.
     #[must_use]
-    pub fn matches_labels(&self, labels: &BTreeMap<String, String>) -> bool {
+    pub(crate) fn matches_labels(&self, labels: &BTreeMap<String, String>) -> bool {
         let label = |key: &String| labels.get(key).map(String::as_str);
         self.labels.iter().all(|r| r.matches(label(&r.key)))
     }

@@ -43,7 +43,7 @@ fn ports_of(service: &mut Value) -> impl Iterator<Item = &mut Value> {
 
 /// Copies allocated values that an update omits. Values that the new type does not have are removed if the update did
 /// not change them; otherwise validation rejects them.
-pub fn carry_over(old: &Value, new: &mut Value) {
+pub(crate) fn carry_over(old: &Value, new: &mut Value) {
     let drop_same = |new: &mut Value, keys: &[&str]| {
         for key in keys {
             if new["spec"][key] == old["spec"][key]

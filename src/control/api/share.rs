@@ -36,7 +36,7 @@ struct Share {
 }
 
 /// A part of a user's share, released on drop.
-pub struct ShareGuard {
+pub(crate) struct ShareGuard {
     shares: Arc<Shares>,
     user: String,
     bytes: usize,
@@ -123,7 +123,7 @@ impl Shares {
     }
 
     /// Counts a long-lived request; 429 if the user has too many.
-    pub fn reserve_stream(self: &Arc<Self>, user: &str) -> Result<ShareGuard, ApiError> {
+    pub(crate) fn reserve_stream(self: &Arc<Self>, user: &str) -> Result<ShareGuard, ApiError> {
         self.reserve(user, 0, 1)
     }
 }

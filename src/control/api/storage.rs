@@ -12,9 +12,9 @@ use holdfast_core::quantity::Quantity;
 type Errors = Vec<FieldError>;
 
 /// Finalizer that protects a claim while a pod uses it.
-pub const CLAIM_IN_USE: &str = "kubernetes.io/pvc-protection";
+pub(crate) const CLAIM_IN_USE: &str = "kubernetes.io/pvc-protection";
 /// Finalizer that protects a volume while a claim is bound to it.
-pub const VOLUME_IN_USE: &str = "kubernetes.io/pv-protection";
+pub(crate) const VOLUME_IN_USE: &str = "kubernetes.io/pv-protection";
 
 const MODES: [&str; 4] = [
     "ReadWriteOnce",
@@ -98,7 +98,7 @@ fn finalizer(object: &mut Value, name: &str) {
 }
 
 /// Admission of claims: sets the default storage class if no class is named, and the protection finalizer.
-pub fn admit_claim(store: &Store, claim: &mut Value) {
+pub(crate) fn admit_claim(store: &Store, claim: &mut Value) {
     finalizer(claim, CLAIM_IN_USE);
     if at(claim, &["spec", "storageClassName"]).is_some_and(|c| !c.is_null()) {
         return;
@@ -136,7 +136,7 @@ pub fn admit_claim(store: &Store, claim: &mut Value) {
 }
 
 /// Admission of volumes: sets the protection finalizer.
-pub fn admit_volume(volume: &mut Value) {
+pub(crate) fn admit_volume(volume: &mut Value) {
     finalizer(volume, VOLUME_IN_USE);
 }
 
@@ -352,7 +352,7 @@ fn claim_update(old: &Value, new: &Value, errors: &mut Errors) {
 }
 
 /// Validates an update.
-pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors) {
+pub(crate) fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors) {
     match kind {
         "PersistentVolumeClaim" => {
             claim_update(old, new, errors);

@@ -115,7 +115,7 @@ fn definition((name, kind, priority): &Column) -> Value {
 
 /// The Table of an `autoscaling/v1` Scale.
 #[must_use]
-pub fn of_scale(scale: &Value, include: Option<&str>, now: jiff::Timestamp) -> Value {
+pub(crate) fn of_scale(scale: &Value, include: Option<&str>, now: jiff::Timestamp) -> Value {
     let columns: [Column; 4] = [
         NAME,
         ("Desired", "integer", 0),

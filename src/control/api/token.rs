@@ -4,12 +4,12 @@ use jsonwebtoken::{Algorithm, DecodingKey, EncodingKey, Header, Validation};
 use serde_json::{Value, json};
 
 /// The issuer and audience of TokenRequest tokens.
-pub const ISSUER: &str = "https://kubernetes.default.svc.cluster.local";
+pub(crate) const ISSUER: &str = "https://kubernetes.default.svc.cluster.local";
 
 /// The issuer of tokens that are stored in Secrets.
 const LEGACY_ISSUER: &str = "kubernetes/serviceaccount";
 /// The claims of tokens in Secrets: namespace, Secret, and the account's name and uid.
-pub const LEGACY_CLAIMS: [&str; 4] = [
+pub(crate) const LEGACY_CLAIMS: [&str; 4] = [
     "kubernetes.io/serviceaccount/namespace",
     "kubernetes.io/serviceaccount/secret.name",
     "kubernetes.io/serviceaccount/service-account.name",
@@ -40,7 +40,7 @@ impl Subject<'_> {
 }
 
 /// An object's name and uid.
-pub type NameAndUid = (String, String);
+pub(crate) type NameAndUid = (String, String);
 
 /// The object whose deletion invalidates a token, in addition to its account.
 pub enum Bound {
@@ -107,7 +107,7 @@ impl Tokens {
 
     /// Signs the token of a Secret of type `kubernetes.io/service-account-token`. The token does not expire and is
     /// valid while the Secret contains it (`pkg/serviceaccount/legacy.go`).
-    pub fn issue_legacy(
+    pub(crate) fn issue_legacy(
         &self,
         subject: &Subject<'_>,
         secret: &str,
@@ -129,7 +129,7 @@ impl Tokens {
     /// Verifies the signature of a Secret's token and returns its claims. The caller
     /// checks that the Secret still contains the token.
     #[must_use]
-    pub fn verify_legacy(&self, token: &str) -> Option<Value> {
+    pub(crate) fn verify_legacy(&self, token: &str) -> Option<Value> {
         let mut validation = Validation::new(Algorithm::ES256);
         validation.set_issuer(&[LEGACY_ISSUER]);
         validation.set_required_spec_claims(&["iss", "sub"]);

@@ -43,7 +43,7 @@ pub struct Options<'a> {
 
 /// How unknown fields are handled.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Strictness {
+pub(crate) enum Strictness {
     /// Dropped silently.
     Ignore,
     /// Dropped with a warning.

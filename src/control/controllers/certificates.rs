@@ -18,7 +18,7 @@ use holdfast_kubeapi::client::code;
 use holdfast_kubeapi::failure::chain;
 
 /// Signs a validated request: whether it is for a client certificate, and the lifetime in seconds. The result is PEM.
-pub type Sign = Arc<dyn Fn(&CsrRequest, bool, i64) -> Result<String, String> + Send + Sync>;
+pub(crate) type Sign = Arc<dyn Fn(&CsrRequest, bool, i64) -> Result<String, String> + Send + Sync>;
 
 /// Maximum lifetime of a certificate, in seconds: one year.
 const MAX_LIFETIME_SECONDS: i64 = 365 * 24 * 3600;

@@ -19,8 +19,8 @@ mod rollout;
 mod tokens;
 
 pub use binder::DIRECTORY;
-pub use certificates::Sign;
-pub use tokens::SignToken;
+pub(crate) use certificates::Sign;
+pub(crate) use tokens::SignToken;
 
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;

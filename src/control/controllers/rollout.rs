@@ -8,7 +8,7 @@ use kube::ResourceExt as _;
 use serde_json::{Value, json};
 
 /// Annotation with the revision number.
-pub const REVISION: &str = "deployment.kubernetes.io/revision";
+pub(crate) const REVISION: &str = "deployment.kubernetes.io/revision";
 /// Label with the template's hash, which separates the pods of different templates.
 pub const HASH: &str = "pod-template-hash";
 
@@ -94,7 +94,7 @@ pub fn bounds(deployment: &Deployment) -> (i32, i32) {
 
 /// A stable hash of a template, in an alphabet without vowels.
 #[must_use]
-pub fn template_hash(template: &Value, collisions: i32) -> String {
+pub(crate) fn template_hash(template: &Value, collisions: i32) -> String {
     let text = template.to_string();
     let mut hash = holdfast_core::digest::fnv32(text.bytes().chain(collisions.to_be_bytes()));
     const LETTERS: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
@@ -108,7 +108,9 @@ pub fn template_hash(template: &Value, collisions: i32) -> String {
 
 /// The template without the hash label, for comparison.
 #[must_use]
-pub fn bare_template(template: Option<&k8s_openapi::api::core::v1::PodTemplateSpec>) -> Value {
+pub(crate) fn bare_template(
+    template: Option<&k8s_openapi::api::core::v1::PodTemplateSpec>,
+) -> Value {
     let mut value = serde_json::to_value(template).unwrap_or_default();
     if let Some(labels) = value
         .pointer_mut("/metadata/labels")

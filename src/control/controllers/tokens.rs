@@ -20,7 +20,7 @@ use holdfast_kubeapi::failure::chain;
 use holdfast_kubeapi::{Api, Cache};
 
 /// Signs the token of an account for the Secret of this name.
-pub type SignToken = Arc<dyn Fn(&Subject<'_>, &str) -> Result<String, String> + Send + Sync>;
+pub(crate) type SignToken = Arc<dyn Fn(&Subject<'_>, &str) -> Result<String, String> + Send + Sync>;
 
 /// The type of these Secrets.
 pub const TYPE: &str = "kubernetes.io/service-account-token";

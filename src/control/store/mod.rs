@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot, watch};
 
 use disk::Disk;
-pub use disk::DiskError;
+pub(crate) use disk::DiskError;
 use health::Health;
 use history::{History, Retention};
 pub use hyper::body::Bytes;
@@ -97,7 +97,7 @@ pub enum Expect {
 }
 
 /// Renders the final bytes once the revision is assigned.
-pub type Render = Box<dyn FnOnce(u64) -> Bytes + Send>;
+pub(crate) type Render = Box<dyn FnOnce(u64) -> Bytes + Send>;
 
 /// A conditional write.
 pub struct Write {
@@ -312,7 +312,7 @@ impl Store {
     }
 
     /// Like [`Store::list`], but at `revision`, computed from the changes since then.
-    pub fn list_at(
+    pub(crate) fn list_at(
         &self,
         prefix: &str,
         revision: u64,

@@ -62,7 +62,7 @@ impl<'a> Reference<'a> {
 
 /// Errors of the kubelet's library (`ParseNormalizedNamed`) that the grammar of references does not have, or words
 /// differently.
-pub fn objection(text: &str) -> Option<String> {
+pub(crate) fn objection(text: &str) -> Option<String> {
     let is_hex = |hex: &str| hex.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
     if text.len() == 64 && is_hex(text) {
         return Some(format!(

@@ -47,7 +47,7 @@ impl MachineAddresses {
     /// that interface has only link-local addresses, as on some routers, a global address of the loopback interface is
     /// used.
     #[must_use]
-    pub fn by_default_route(&self, ipv6: bool) -> Option<IpAddr> {
+    pub(crate) fn by_default_route(&self, ipv6: bool) -> Option<IpAddr> {
         [ipv6, !ipv6].into_iter().find_map(|ipv6| {
             let interfaces = self.default_routes[usize::from(ipv6)].iter();
             let mut tried = interfaces.flat_map(|index| [*index, LOOPBACK]);

@@ -198,7 +198,7 @@ pub fn check_swap(now: &Pod, then: &Pod, swaps: bool) -> Result<(), Refusal> {
 
 /// Checks that the node could hold the resized pod if no other pod were on it. If not, the resize is infeasible and not
 /// merely deferred.
-pub fn check_capacity(pod: &Pod, resources: NodeResources<'_>) -> Result<(), Refusal> {
+pub(crate) fn check_capacity(pod: &Pod, resources: NodeResources<'_>) -> Result<(), Refusal> {
     for (name, amount) in requests(pod) {
         let capacity = resources.allocatable_of(&name).filter(|has| amount > *has);
         if let Some(capacity) = capacity.filter(|_| resize::is_resizable(&name)) {
@@ -216,7 +216,7 @@ pub fn check_capacity(pod: &Pod, resources: NodeResources<'_>) -> Result<(), Ref
 }
 
 /// Checks that the node has the resources that a pod requests. The error lists the missing amounts.
-pub fn check_resources(
+pub(crate) fn check_resources(
     pod: &Pod,
     used: &Used,
     resources: NodeResources<'_>,

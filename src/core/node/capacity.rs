@@ -38,7 +38,7 @@ pub struct Limits<'a> {
 
 /// The resource name of huge pages of a size in bytes, for instance `hugepages-2Mi`.
 #[must_use]
-pub fn huge_page_resource(bytes: u64) -> String {
+pub(crate) fn huge_page_resource(bytes: u64) -> String {
     format!("hugepages-{}", Quantity::from_bytes(bytes))
 }
 

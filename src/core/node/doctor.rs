@@ -8,7 +8,8 @@ use jiff::{SignedDuration, Timestamp};
 use serde::Serialize;
 
 use crate::pod::dns::Resolver;
-pub use runtime::{Details, NetworkFacts, PodNetwork, UNHIDE, parse_network};
+pub(crate) use runtime::UNHIDE;
+pub use runtime::{Details, NetworkFacts, PodNetwork, parse_network};
 
 mod evaluate;
 mod runtime;

@@ -15,7 +15,7 @@ pub struct NodeMask(u64);
 
 impl NodeMask {
     /// Maximum number of nodes in a set.
-    pub const NODES: u32 = 64;
+    pub(crate) const NODES: u32 = 64;
 
     /// The set of these nodes.
     #[must_use]
@@ -56,7 +56,7 @@ impl NodeMask {
 
     /// All non-empty subsets of these nodes, smallest first.
     #[must_use]
-    pub fn all_of(nodes: &[u32]) -> Vec<NodeMask> {
+    pub(crate) fn all_of(nodes: &[u32]) -> Vec<NodeMask> {
         let sizes = 1..=nodes.len();
         sizes
             .flat_map(|size| combinations(nodes, size))
@@ -81,7 +81,7 @@ pub struct Hint {
 
 /// A provider's hints by resource. An empty list means that the resource cannot be allocated; a missing resource has no
 /// NUMA preference.
-pub type Hints = BTreeMap<String, Vec<Hint>>;
+pub(crate) type Hints = BTreeMap<String, Vec<Hint>>;
 
 /// The subject of hints.
 #[derive(Debug, Clone, Copy)]
@@ -282,7 +282,7 @@ impl Alignment {
 
     /// Whether the policy guarantees that admitted resources are on one node.
     #[must_use]
-    pub fn is_guaranteed(&self) -> bool {
+    pub(crate) fn is_guaranteed(&self) -> bool {
         self.rules.policy == Policy::SingleNode
     }
 

@@ -7,7 +7,7 @@ use crate::selector::Operator;
 
 /// Whether a term matches a node; an empty term matches none.
 #[must_use]
-pub fn term_matches(term: &NodeSelectorTerm, node: &Node) -> bool {
+pub(crate) fn term_matches(term: &NodeSelectorTerm, node: &Node) -> bool {
     let labels: Vec<&NodeSelectorRequirement> = term.match_expressions.iter().flatten().collect();
     let fields: Vec<&NodeSelectorRequirement> = term.match_fields.iter().flatten().collect();
     if labels.is_empty() && fields.is_empty() {

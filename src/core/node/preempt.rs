@@ -24,7 +24,7 @@ fn class(pod: &Pod) -> u8 {
 
 /// The amounts still missing after these pods have terminated.
 #[must_use]
-pub fn missing_after(missing: &Amounts, terminating: &[&Pod]) -> Amounts {
+pub(crate) fn missing_after(missing: &Amounts, terminating: &[&Pod]) -> Amounts {
     let remaining = terminating
         .iter()
         .fold(missing.clone(), |mut remaining, pod| {
@@ -43,7 +43,11 @@ pub fn missing_after(missing: &Amounts, terminating: &[&Pod]) -> Amounts {
 /// Uids of the pods to preempt so that `missing` becomes available; `None` if that is impossible. Prefers lower QoS
 /// classes, then fewer pods, then smaller ones, and never includes a pod that is not needed.
 #[must_use]
-pub fn choose_victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<String>> {
+pub(crate) fn choose_victims(
+    for_pod: &Pod,
+    others: &[&Pod],
+    missing: &Amounts,
+) -> Option<Vec<String>> {
     let wanted = missing;
     let mut candidates: Vec<(&Pod, Amounts)> = others
         .iter()

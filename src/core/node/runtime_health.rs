@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 /// Time without a successful call after which the runtime counts as down.
-pub const DOWN_AFTER: Duration = Duration::from_secs(30);
+pub(crate) const DOWN_AFTER: Duration = Duration::from_secs(30);
 
 /// Time without a list of pods after which the node is not ready (the kubelet's PLEG threshold).
 const LISTED_WITHIN: Duration = Duration::from_secs(180);

@@ -19,7 +19,7 @@ pub const NOT_READY: &str = "node is shutting down";
 /// Status reason of a pod that arrives during a shutdown.
 pub const REJECTED: &str = "NodeShutdown";
 /// Status message that belongs to [`REJECTED`].
-pub const REJECTED_MESSAGE: &str = "Pod was rejected as the node is shutting down.";
+pub(crate) const REJECTED_MESSAGE: &str = "Pod was rejected as the node is shutting down.";
 /// Status reason of a pod that the shutdown terminated.
 pub const TERMINATED: &str = "Terminated";
 /// Status message that belongs to [`TERMINATED`], also used for the condition `DisruptionTarget`.

@@ -80,7 +80,7 @@ impl Cpus {
 
     /// Ids of the groups of a level that are within one group of another level.
     #[must_use]
-    pub fn groups_in(&self, level: Level, outer: Level, id: u32) -> BTreeSet<u32> {
+    pub(crate) fn groups_in(&self, level: Level, outer: Level, id: u32) -> BTreeSet<u32> {
         let inside = self.0.values().filter(|cpu| cpu.at(outer) == id);
         inside.map(|cpu| cpu.at(level)).collect()
     }
@@ -129,25 +129,25 @@ impl Topology {
 
     /// CPUs per core, assuming equal cores.
     #[must_use]
-    pub fn cpus_per_core(&self) -> usize {
+    pub(crate) fn cpus_per_core(&self) -> usize {
         self.share(Level::Core)
     }
 
     /// CPUs per socket, assuming equal sockets.
     #[must_use]
-    pub fn cpus_per_socket(&self) -> usize {
+    pub(crate) fn cpus_per_socket(&self) -> usize {
         self.share(Level::Socket)
     }
 
     /// CPUs per shared cache, assuming equal caches.
     #[must_use]
-    pub fn cpus_per_cache(&self) -> usize {
+    pub(crate) fn cpus_per_cache(&self) -> usize {
         self.share(Level::Cache)
     }
 
     /// Number of groups of a level.
     #[must_use]
-    pub fn group_count(&self, level: Level) -> usize {
+    pub(crate) fn group_count(&self, level: Level) -> usize {
         self.cpus.groups(level).len()
     }
 }

@@ -49,7 +49,7 @@ impl Used {
 
     /// Amount of a resource that all other pods take.
     #[must_use]
-    pub fn by_others(&self, uid: &str, resource: &str) -> Quantity {
+    pub(crate) fn by_others(&self, uid: &str, resource: &str) -> Quantity {
         let of = |amounts: &Amounts| amounts.get(resource).copied().unwrap_or_default();
         of(&self.total) - self.taken.get(uid).map(of).unwrap_or_default()
     }

@@ -52,7 +52,7 @@ pub fn surplus(observed: &ObservedPod) -> Vec<&observed::Container> {
 
 /// Sandboxes to remove: they are not ready, not the newest, and have no containers.
 #[must_use]
-pub fn surplus_sandboxes(observed: &ObservedPod) -> Vec<&str> {
+pub(crate) fn surplus_sandboxes(observed: &ObservedPod) -> Vec<&str> {
     let used = |id: &str| observed.containers.iter().any(|c| c.sandbox == id);
     observed
         .sandboxes
@@ -123,7 +123,7 @@ fn policy(pod: &Pod) -> &str {
 
 /// The consequence of a container's exit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AfterExit {
+pub(crate) enum AfterExit {
     /// The container is not restarted.
     Stay,
     /// The container is restarted.
@@ -157,7 +157,7 @@ fn ruled(container: &Container, code: i32) -> Option<AfterExit> {
 /// The consequence of an exit with `code` (KEP-5307). The container's restart rules precede its own restart policy,
 /// which precedes the pod's. If the policy is `Always`, init containers are restarted only after a failure.
 #[must_use]
-pub fn after_exit(pod: &Pod, role: Role, container: &Container, code: i32) -> AfterExit {
+pub(crate) fn after_exit(pod: &Pod, role: Role, container: &Container, code: i32) -> AfterExit {
     let restarts = match (
         role,
         container.restart_policy.as_deref().unwrap_or(policy(pod)),
@@ -175,7 +175,7 @@ pub fn after_exit(pod: &Pod, role: Role, container: &Container, code: i32) -> Af
 
 /// Whether a regular container is restarted after an exit with `code`.
 #[must_use]
-pub fn restarts_after(pod: &Pod, container: &Container, code: i32) -> bool {
+pub(crate) fn restarts_after(pod: &Pod, container: &Container, code: i32) -> bool {
     after_exit(pod, Role::Regular, container, code) != AfterExit::Stay
 }
 
@@ -183,7 +183,7 @@ pub fn restarts_after(pod: &Pod, container: &Container, code: i32) -> bool {
 /// The newest instance decides, whatever its sandbox: a container that succeeded does not run again because its sandbox
 /// was replaced.
 #[must_use]
-pub fn should_start(
+pub(crate) fn should_start(
     pod: &Pod,
     container: &Container,
     observed: &ObservedPod,

@@ -24,7 +24,7 @@ pub enum Driver {
 
 /// The limits of a pod's cgroup. `None` means unlimited.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct PodLimits {
+pub(crate) struct PodLimits {
     /// CPU weight in cgroup v1 shares.
     pub shares: u64,
     /// Microseconds of CPU time in each period.
@@ -87,7 +87,7 @@ pub fn pod_path(root: &str, driver: Driver, class: QosClass, uid: &str) -> Strin
 
 /// The name of the slice for the cgroup path `/a/b`.
 #[must_use]
-pub fn slice_of(root: &str) -> String {
+pub(crate) fn slice_of(root: &str) -> String {
     let parts: Vec<String> = root
         .split('/')
         .filter(|p| !p.is_empty())
@@ -98,7 +98,7 @@ pub fn slice_of(root: &str) -> String {
 
 /// The parent cgroup of all pods, in the driver's spelling.
 #[must_use]
-pub fn all_pods(root: &str, driver: Driver) -> String {
+pub(crate) fn all_pods(root: &str, driver: Driver) -> String {
     let path = format!("{}/kubepods", root.trim_end_matches('/'));
     match driver {
         Driver::Cgroupfs => format!("/{}", path.trim_start_matches('/')),
@@ -148,7 +148,7 @@ pub fn container_of(name: &str) -> Option<&str> {
 /// The CPU and memory limits of a pod's cgroup: those of the pod, else the sum of its containers' limits if every
 /// container has one.
 #[must_use]
-pub fn pod_bounds(pod: &Pod) -> Amounts {
+pub(crate) fn pod_bounds(pod: &Pod) -> Amounts {
     if qos::of(pod::spec(pod)) == QosClass::BestEffort {
         return Amounts::new();
     }
@@ -169,7 +169,7 @@ pub fn pod_bounds(pod: &Pod) -> Amounts {
 
 /// The limits of a pod's cgroup. Without `period` there is no CPU quota.
 #[must_use]
-pub fn pod_limits(pod: &Pod, pids: Option<i64>, period: Option<u64>) -> PodLimits {
+pub(crate) fn pod_limits(pod: &Pod, pids: Option<i64>, period: Option<u64>) -> PodLimits {
     let requests = of_pod(pod, Side::Requests);
     let bounds = pod_bounds(pod);
     let milli = requests.get("cpu").map_or(0, |q| q.milli());

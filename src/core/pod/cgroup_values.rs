@@ -117,7 +117,7 @@ pub struct RestoredCgroup {
 
 /// The page size in the spelling of cgroup file names, for example `2MB`.
 #[must_use]
-pub fn page_name(bytes: u64) -> String {
+pub(crate) fn page_name(bytes: u64) -> String {
     match bytes {
         b if b >= 1 << 30 => format!("{}GB", b >> 30),
         b if b >= 1 << 20 => format!("{}MB", b >> 20),

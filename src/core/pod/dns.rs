@@ -211,7 +211,7 @@ pub fn hostname(pod: &Pod, cluster_domain: &str) -> Result<(String, String), Fau
 /// # Errors
 ///
 /// Names the first invalid field and its value.
-pub fn check_words(pod: &Pod) -> Result<(), Fault> {
+pub(crate) fn check_words(pod: &Pod) -> Result<(), Fault> {
     let spec = pod::spec(pod);
     let mut words = vec![];
     for (i, alias) in spec.host_aliases.iter().flatten().enumerate() {

@@ -291,7 +291,10 @@ pub fn file_references(container: &Container) -> impl Iterator<Item = (String, S
 
 /// Expands `$(NAME)`. Unknown and empty variables are an error (`ExpandContainerVolumeMounts` in
 /// `pkg/kubelet/container/helpers.go`).
-pub fn expand_all(text: &str, lookup: impl Fn(&str) -> Option<String>) -> Result<String, Fault> {
+pub(crate) fn expand_all(
+    text: &str,
+    lookup: impl Fn(&str) -> Option<String>,
+) -> Result<String, Fault> {
     let missing = std::cell::RefCell::new(BTreeSet::new());
     let expanded = expand(text, |name| {
         let value = lookup(name).filter(|value| !value.is_empty());

@@ -117,7 +117,7 @@ impl Step {
     /// Whether no container can run while this step fails. The condition `PodReadyToStartContainers` covers the same
     /// steps.
     #[must_use]
-    pub fn before_containers(self) -> bool {
+    pub(crate) fn before_containers(self) -> bool {
         matches!(
             self,
             Step::Observe

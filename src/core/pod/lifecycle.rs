@@ -168,7 +168,7 @@ impl Cause {
     /// Whether dead containers, logs and directories are removed too. Those of an evicted pod are removed at once, as
     /// they may hold the resource that the node lacks.
     #[must_use]
-    pub fn removes_content(self) -> bool {
+    pub(crate) fn removes_content(self) -> bool {
         matches!(self, Cause::Deleted | Cause::Removed | Cause::Evicted)
     }
 }

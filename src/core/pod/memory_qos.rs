@@ -69,7 +69,7 @@ pub fn of_pods(pods: &[&Pod]) -> Protection {
 /// The files of a container's cgroup with their values in bytes. A container without a limit is throttled as if its
 /// limit were `allocatable` (bytes). A container whose request equals its limit is not throttled.
 #[must_use]
-pub fn of_one_container(
+pub(crate) fn of_one_container(
     pod: &Pod,
     container: &Container,
     rules: MemoryQos,

@@ -157,7 +157,7 @@ pub fn ownership(pod: &Pod) -> Ownership {
 
 /// The `runAsUser` of all containers. `None` if they differ, or if one has none.
 #[must_use]
-pub fn common_user(pod: &Pod) -> Option<u32> {
+pub(crate) fn common_user(pod: &Pod) -> Option<u32> {
     let of_pod = spec(pod)
         .security_context
         .as_ref()
@@ -305,7 +305,7 @@ pub fn grace_seconds(pod: &Pod) -> i64 {
 
 /// Whether the exit of one container may restart all containers of the pod (KEP-5532).
 #[must_use]
-pub fn may_restart_all(pod: &Pod) -> bool {
+pub(crate) fn may_restart_all(pod: &Pod) -> bool {
     let spec = spec(pod);
     let of = |c: &Container| {
         let mut rules = c.restart_policy_rules.iter().flatten();

@@ -30,7 +30,7 @@ impl Pinning {
 
     /// Whether a container has exclusive CPUs.
     #[must_use]
-    pub fn has_own_cpus(&self, uid: &str, container: &str) -> bool {
+    pub(crate) fn has_own_cpus(&self, uid: &str, container: &str) -> bool {
         self.own(uid, container).is_some_and(|set| !set.is_empty())
     }
 

@@ -5,7 +5,7 @@ use k8s_openapi::api::core::v1::Pod;
 use crate::pod;
 
 /// Minimum priority of a critical pod.
-pub const CRITICAL: i32 = 2_000_000_000;
+pub(crate) const CRITICAL: i32 = 2_000_000_000;
 
 /// Whether a pod is critical: static pods, mirror pods, and pods of the highest priorities.
 #[must_use]

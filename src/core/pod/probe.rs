@@ -19,7 +19,7 @@ use crate::version::{HOOK_AGENT, PROBE_AGENT};
 /// has the form `readiness=100ms,liveness=500ms`. This is an extension of Holdfast and off by default.
 pub const PERIOD: &str = "probe-period.holdfast.example/";
 /// The shortest period that the annotation may set.
-pub const MIN_PROBE_PERIOD: Duration = Duration::from_millis(50);
+pub(crate) const MIN_PROBE_PERIOD: Duration = Duration::from_millis(50);
 /// Maximum number of bytes kept of a probe's output.
 pub const OUTPUT_LIMIT: usize = 10 << 10;
 

@@ -93,7 +93,7 @@ pub fn of_json(spec: &Value) -> &'static str {
 /// Whether a pod is Guaranteed by the resources of its containers, which may then get exclusive CPUs and memory. A pod
 /// with pod-level resources is not.
 #[must_use]
-pub fn is_guaranteed_by_containers(pod: &Pod) -> bool {
+pub(crate) fn is_guaranteed_by_containers(pod: &Pod) -> bool {
     let for_the_pod = |side| !of_pod_level(pod, side).is_empty();
     of(pod::spec(pod)) == QosClass::Guaranteed
         && !for_the_pod(Side::Limits)

@@ -58,7 +58,7 @@ const RESIZABLE: [&str; 2] = ["cpu", "memory"];
 
 /// Whether a resource can be resized.
 #[must_use]
-pub fn is_resizable(resource: &str) -> bool {
+pub(crate) fn is_resizable(resource: &str) -> bool {
     RESIZABLE.contains(&resource)
 }
 
@@ -314,7 +314,7 @@ impl Resizing {
 
     /// Records that an update of containers and the pod's cgroup to these sizes begins. Until it succeeds, they may
     /// have the old or the new sizes.
-    pub fn begin_update(&mut self, names: &[String], to: &Sizes) {
+    pub(crate) fn begin_update(&mut self, names: &[String], to: &Sizes) {
         for name in names {
             if let Some(size) = to.containers.get(name) {
                 let before = self.unsettled.get(name);
@@ -338,7 +338,7 @@ impl Resizing {
     }
 
     /// Records that a container has its part of these sizes.
-    pub fn set_container(&mut self, name: &str, sizes: &Sizes) {
+    pub(crate) fn set_container(&mut self, name: &str, sizes: &Sizes) {
         self.unsettled.remove(name);
         let size = sizes.containers.get_key_value(name);
         let size = size.map(|(name, size)| (name.clone(), size.clone()));
@@ -346,14 +346,14 @@ impl Resizing {
     }
 
     /// Records that the pod's cgroup has these sizes.
-    pub fn set_cgroup(&mut self, sizes: Sizes) {
+    pub(crate) fn set_cgroup(&mut self, sizes: Sizes) {
         self.unsettled_cgroup = false;
         self.actuated.pod = sizes.pod.clone();
         self.cgroup = Some(sizes);
     }
 
     /// Records that containers and the pod's cgroup were updated to these sizes.
-    pub fn complete_update(&mut self, names: &[String], to: Sizes) {
+    pub(crate) fn complete_update(&mut self, names: &[String], to: Sizes) {
         for name in names {
             self.set_container(name, &to);
         }
@@ -489,7 +489,7 @@ fn restarts_for(container: &Container, resource: &str) -> bool {
 /// change (`disallowResizeForSwappableContainers` in `pkg/kubelet/allocation/handlers.go`). Applies to nodes where
 /// containers may use swap.
 #[must_use]
-pub fn moves_swap(now: &Pod, then: &Pod) -> bool {
+pub(crate) fn moves_swap(now: &Pod, then: &Pod) -> bool {
     let (before, after) = (pod::containers(now), pod::containers(then));
     let request = |c: &Container| of_container(c, Side::Requests).get("memory").copied();
     let mut both = after.iter().filter_map(|(role, new)| {
@@ -575,7 +575,7 @@ pub fn check_lowered(all: &[Lowered]) -> Result<(), String> {
 /// A container's resources in its status. If the container has limits, the pod's limits are added. If it has none, the
 /// status has none, as with the kubelet.
 #[must_use]
-pub fn reported_resources(container: &Container, actuated: &Sizes) -> ResourceRequirements {
+pub(crate) fn reported_resources(container: &Container, actuated: &Sizes) -> ResourceRequirements {
     let mut resources = container.resources.clone();
     if let Some(size) = actuated.containers.get(&container.name) {
         let mut size = size.clone();
@@ -593,7 +593,7 @@ pub fn reported_resources(container: &Container, actuated: &Sizes) -> ResourceRe
 /// Pod-level `allocatedResources` and `resources` of the status: the requests that are allocated, with the overhead,
 /// and the amounts of the pod's cgroup.
 #[must_use]
-pub fn published_of_pod(
+pub(crate) fn published_of_pod(
     pod: &Pod,
     wanted: &Sizes,
     actuated: &Sizes,

@@ -147,7 +147,7 @@ pub fn requests(pod: &Pod) -> Amounts {
 
 /// Whether a container of the pod has a host port.
 #[must_use]
-pub fn has_host_ports(pod: &Pod) -> bool {
+pub(crate) fn has_host_ports(pod: &Pod) -> bool {
     !host_ports(pod).is_empty()
 }
 

@@ -196,7 +196,7 @@ pub const SETTINGS: [&str; 12] = [
 ];
 
 /// Nanoseconds per tick in `cpuacct.stat` of cgroup v1; fixed by the kernel's interface.
-pub const TICK: u64 = 10_000_000;
+pub(crate) const TICK: u64 = 10_000_000;
 /// Limits at or above this value mean unlimited.
 const UNLIMITED: u64 = 1 << 62;
 

@@ -128,7 +128,7 @@ impl Page {
 
 /// A histogram.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Histogram {
+pub(crate) struct Histogram {
     bounds: &'static [f64],
     counts: Vec<u64>,
     sum: f64,

@@ -82,7 +82,7 @@ pub fn is_true(value: &str) -> bool {
 
 /// Parses a boolean of `PodLogOptions`: everything except `false` and `0` is true.
 #[must_use]
-pub fn is_not_false(value: &str) -> bool {
+pub(crate) fn is_not_false(value: &str) -> bool {
     !(value == "0" || value.eq_ignore_ascii_case("false"))
 }
 

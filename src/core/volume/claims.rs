@@ -105,7 +105,7 @@ pub fn is_accessible_from(volume: &PersistentVolume, node: &Node) -> bool {
 
 /// Whether a volume satisfies a claim.
 #[must_use]
-pub fn satisfies(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> bool {
+pub(crate) fn satisfies(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> bool {
     let (Some(has), Some(wanted)) = (&volume.spec, &claim.spec) else {
         return false;
     };
@@ -167,7 +167,7 @@ fn expands_on_every_node(claim: &PersistentVolumeClaim) -> bool {
 /// ReadWriteMany volume is also returned if the claim's status already has the new size, because this node may still
 /// have less.
 #[must_use]
-pub fn pending_expansion(
+pub(crate) fn pending_expansion(
     volume: &PersistentVolume,
     claim: &PersistentVolumeClaim,
 ) -> Option<Grown> {

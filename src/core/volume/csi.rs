@@ -79,7 +79,7 @@ pub fn attachment_name(driver: &str, handle: &str, node: &str) -> String {
 
 /// The driver's volume id for an inline volume.
 #[must_use]
-pub fn inline_handle(uid: &str, volume: &str) -> String {
+pub(crate) fn inline_handle(uid: &str, volume: &str) -> String {
     format!("csi-{}", sha256(format!("{uid}{volume}").as_bytes()))
 }
 
@@ -147,7 +147,7 @@ fn of_source(
 
 /// The CSI volume of an inline volume; `None` for other volumes.
 #[must_use]
-pub fn of_inline(pod: &Pod, volume: &PodVolume) -> Option<Volume> {
+pub(crate) fn of_inline(pod: &Pod, volume: &PodVolume) -> Option<Volume> {
     let source = volume.csi.as_ref()?;
     let namespace = meta::namespace(pod);
     Some(Volume {

@@ -72,7 +72,7 @@ fn with_port(portal: &str) -> String {
 
 /// The iSCSI disk of a volume in a pod spec; `namespace` is the pod's.
 #[must_use]
-pub fn of_iscsi(source: &ISCSIVolumeSource, namespace: &str) -> Disk {
+pub(crate) fn of_iscsi(source: &ISCSIVolumeSource, namespace: &str) -> Disk {
     let all = std::iter::once(&source.target_portal).chain(source.portals.iter().flatten());
     Disk::Iscsi(Iscsi {
         portals: all.map(|p| with_port(p)).collect(),
@@ -99,7 +99,7 @@ pub fn of_iscsi(source: &ISCSIVolumeSource, namespace: &str) -> Disk {
 
 /// The iSCSI disk of a persistent volume; `namespace` is the claim's. The secret may be in another namespace.
 #[must_use]
-pub fn of_persistent_iscsi(source: &ISCSIPersistentVolumeSource, namespace: &str) -> Disk {
+pub(crate) fn of_persistent_iscsi(source: &ISCSIPersistentVolumeSource, namespace: &str) -> Disk {
     let reference = source.secret_ref.clone();
     let place = reference
         .as_ref()
@@ -125,7 +125,7 @@ pub fn of_persistent_iscsi(source: &ISCSIPersistentVolumeSource, namespace: &str
 
 /// The Fibre Channel disk of a volume.
 #[must_use]
-pub fn of_fc(source: &FCVolumeSource) -> Disk {
+pub(crate) fn of_fc(source: &FCVolumeSource) -> Disk {
     Disk::Fc {
         wwns: source.target_wwns.clone().unwrap_or_default(),
         lun: source.lun.unwrap_or(0),

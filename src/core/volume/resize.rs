@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::{PersistentVolumeClaim, PersistentVolumeClaimCon
 use serde_json::{Value, json};
 
 /// State: the node may expand the filesystem.
-pub const PENDING: &str = "NodeResizePending";
+pub(crate) const PENDING: &str = "NodeResizePending";
 /// State: the node is expanding the filesystem.
 pub const IN_PROGRESS: &str = "NodeResizeInProgress";
 /// State: the node cannot expand the filesystem and does not retry.

@@ -234,7 +234,7 @@ impl Claimed {
 
     /// Whether the volume is a block device.
     #[must_use]
-    pub fn is_block(&self) -> bool {
+    pub(crate) fn is_block(&self) -> bool {
         let spec = self.volume.spec.as_ref();
         spec.and_then(|s| s.volume_mode.as_deref()) == Some("Block")
     }

@@ -233,7 +233,7 @@ impl CsiDirs {
 
     /// Like [`CsiDirs::count`], for a single pod.
     #[must_use]
-    pub fn count_of(&self, uid: &str) -> (u64, u64) {
+    pub(crate) fn count_of(&self, uid: &str) -> (u64, u64) {
         let (mut volumes, mut unknown) = (0, 0);
         let Ok(uid) = segment(uid) else {
             return (0, 0);

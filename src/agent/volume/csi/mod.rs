@@ -4,7 +4,7 @@
 mod attachment;
 mod expansion;
 pub(crate) mod registry;
-pub mod unstaging;
+pub(crate) mod unstaging;
 mod usage;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -43,7 +43,7 @@ use holdfast_sys::machine::Machine;
 
 /// Why a volume cannot be released or queried yet.
 #[derive(Debug, thiserror::Error)]
-pub enum VolumeError {
+pub(crate) enum VolumeError {
     /// The driver is not registered. Its registration wakes the pods that wait for it.
     #[error("driver name {0} not found in the list of registered CSI drivers")]
     NoDriver(String),
@@ -175,7 +175,7 @@ impl Csi {
 
     /// Whether a driver supports `NodeExpandVolume`.
     #[must_use]
-    pub fn supports_expansion(&self, driver: &str) -> bool {
+    pub(crate) fn supports_expansion(&self, driver: &str) -> bool {
         lock(&self.drivers)
             .get(driver)
             .is_some_and(|d| d.capabilities.expand)
@@ -240,7 +240,7 @@ impl Csi {
     }
 
     /// Waits until there is no such problem.
-    pub async fn wait_until_ready(&self) {
+    pub(crate) async fn wait_until_ready(&self) {
         let mut problem = self.problem.subscribe();
         // This object owns the sender, so the wait cannot fail.
         let _ = problem.wait_for(Option::is_none).await;
@@ -276,7 +276,7 @@ impl Csi {
     }
 
     /// Records that the node's status reports these volumes in use. Ignores those that are not used any more.
-    pub fn set_reported(&self, names: &[String]) {
+    pub(crate) fn set_reported(&self, names: &[String]) {
         // Under the lock, so that a volume that is forgotten meanwhile is not added again.
         let published = lock(&self.published);
         let mut now = self.attached(&published);
@@ -293,7 +293,7 @@ impl Csi {
     }
 
     /// Waits until [`Csi::in_use`] or [`Csi::problem`] has changed.
-    pub async fn in_use_changed(&self) {
+    pub(crate) async fn in_use_changed(&self) {
         self.reported.changed().await;
     }
 }

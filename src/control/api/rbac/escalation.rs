@@ -82,7 +82,7 @@ impl Rbac {
     /// Checks that `user` may write a role or binding. Users can grant only permissions that they
     /// hold, unless they have the verb `escalate` on the role or `bind` on the referenced role.
     /// Permissions that an update does not change are not checked.
-    pub fn check_write(
+    pub(crate) fn check_write(
         &self,
         store: &Store,
         user: &User,

@@ -19,10 +19,11 @@ mod escalation;
 mod objects;
 
 pub use bootstrap::{NODE_CLIENT, bootstrap, renewed};
-pub use objects::{cells, columns, defaults, validate, validate_update};
+pub(crate) use objects::validate_update;
+pub use objects::{cells, columns, defaults, validate};
 
 /// The API group of roles and bindings.
-pub const GROUP: &str = "rbac.authorization.k8s.io";
+pub(crate) const GROUP: &str = "rbac.authorization.k8s.io";
 
 const KINDS: [&str; 4] = [
     "roles/",
@@ -164,7 +165,7 @@ impl Subject {
 
 /// Cache of the stored rules, rebuilt when they change.
 #[derive(Default)]
-pub struct Rbac(Mutex<(Option<[u64; 4]>, Arc<Grants>)>);
+pub(crate) struct Rbac(Mutex<(Option<[u64; 4]>, Arc<Grants>)>);
 
 fn objects(store: &Store, prefix: &str) -> Vec<Value> {
     store
@@ -286,7 +287,7 @@ impl Rbac {
 
     /// Like [`Rbac::allows`], for a non-resource URL.
     #[must_use]
-    pub fn allows_path(&self, store: &Store, user: &User, verb: &str, path: &str) -> bool {
+    pub(crate) fn allows_path(&self, store: &Store, user: &User, verb: &str, path: &str) -> bool {
         let grants = self.grants(store);
         let mut all = grants.of(user).filter(|g| g.namespace.is_none());
         all.any(|grant| grant.rules.iter().any(|rule| rule.allows_path(verb, path)))

@@ -107,7 +107,7 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
 }
 
 /// Validates an update: the `roleRef` of a binding is immutable.
-pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors) {
+pub(crate) fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors) {
     if matches!(kind, "RoleBinding" | "ClusterRoleBinding") && old["roleRef"] != new["roleRef"] {
         errors.push(FieldError::invalid(
             "roleRef",

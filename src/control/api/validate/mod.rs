@@ -10,7 +10,8 @@ mod update;
 use serde_json::Value;
 
 pub use status::status;
-pub use update::{ephemeral_update, resize, update};
+pub(crate) use update::ephemeral_update;
+pub use update::{resize, update};
 
 use super::error::FieldError;
 use super::labels::{LABEL, is_label, is_label_value};
@@ -32,7 +33,7 @@ type Errors = Vec<FieldError>;
 
 /// Whether `name` is an RFC 1123 subdomain.
 #[must_use]
-pub fn is_subdomain(name: &str) -> bool {
+pub(crate) fn is_subdomain(name: &str) -> bool {
     name.len() <= 253 && !name.is_empty() && name.split('.').all(is_label_part)
 }
 

@@ -85,7 +85,7 @@ pub fn update(resource: &Resource, old: &Value, new: &Value) -> Errors {
 
 /// Validates a write to `ephemeralcontainers`: containers can only be added.
 #[must_use]
-pub fn ephemeral_update(old: &Value, new: &Value) -> Errors {
+pub(crate) fn ephemeral_update(old: &Value, new: &Value) -> Errors {
     let mut errors = Errors::new();
     let path = "spec.ephemeralContainers";
     let (before, after) = (

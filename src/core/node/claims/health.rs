@@ -13,7 +13,7 @@ use crate::pod::status::devices::{DeviceHealth, Health, OfContainer, OfPod};
 
 /// How long a driver's report is valid by default, as in the kubelet. For the same time after the start of the agent,
 /// the health in existing pod statuses is kept.
-pub const DEFAULT_VALIDITY: Duration = Duration::from_secs(30);
+pub(crate) const DEFAULT_VALIDITY: Duration = Duration::from_secs(30);
 /// Maximum length of a driver's message in characters, as in the kubelet.
 const MAX_MESSAGE_CHARS: usize = 1024;
 const ELLIPSIS: &str = "...";

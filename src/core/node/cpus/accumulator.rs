@@ -9,7 +9,7 @@ use crate::node::topology::{Cpus, Level, Topology, combinations};
 
 /// How CPUs are chosen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct TakeOptions {
+pub(crate) struct TakeOptions {
     /// Takes one CPU of each core before a second one (`distribute-cpus-across-cores`).
     pub spread: bool,
     /// Prefers CPUs that share a cache (`prefer-align-cpus-by-uncorecache`).
@@ -23,7 +23,7 @@ pub struct TakeOptions {
 #[error(
     "not enough cpus available to satisfy request: requested={requested}, available={available}"
 )]
-pub struct NotEnough {
+pub(crate) struct NotEnough {
     /// Requested number of CPUs.
     pub requested: usize,
     /// Number of free CPUs.

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{Container, Pod};
 
-pub use accumulator::TakeOptions;
+pub(crate) use accumulator::TakeOptions;
 use accumulator::take;
 
 use super::admit::{Refusal, reject, unexpected_error};
@@ -52,7 +52,7 @@ pub struct Rules {
 }
 
 /// Exclusive CPUs by pod uid and container name.
-pub type Exclusive = BTreeMap<String, BTreeMap<String, CpuSet>>;
+pub(crate) type Exclusive = BTreeMap<String, BTreeMap<String, CpuSet>>;
 
 /// Content of a checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -11,7 +11,7 @@ use super::{Devices, Resource, Slot, wanted};
 use crate::pod::{self, Role};
 
 /// The devices as a hint provider.
-pub struct NearNodes<'a> {
+pub(crate) struct NearNodes<'a> {
     /// The devices.
     pub devices: &'a mut Devices,
     /// The machine's NUMA nodes. All subsets of nodes with devices are tried, so the caller must limit their number.

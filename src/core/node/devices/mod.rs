@@ -23,7 +23,7 @@ use crate::pod::resources::Amounts;
 use crate::pod::{self, Role};
 use crate::quantity::Quantity;
 use crate::time;
-pub use hints::NearNodes;
+pub(crate) use hints::NearNodes;
 pub use responses::DeviceConfig;
 
 /// How long a resource stays advertised after its plugin disconnected.
@@ -394,7 +394,7 @@ impl Devices {
 
     /// Allocations of a pod that still need a call to the plugin, init containers first.
     #[must_use]
-    pub fn pending_calls(&self, pod: &Pod) -> Vec<Slot> {
+    pub(crate) fn pending_calls(&self, pod: &Pod) -> Vec<Slot> {
         let uid = pod::uid(pod);
         let containers = pod::containers(pod);
         let slots = containers
@@ -409,7 +409,7 @@ impl Devices {
 
     /// Reserves the devices that a container requests; existing allocations stay. Call it for the pod's containers in
     /// order, init containers first. On error, earlier reservations remain; [`Devices::restore`] reverts them.
-    pub fn reserve_container(
+    pub(crate) fn reserve_container(
         &mut self,
         pod: &Pod,
         container: &Container,

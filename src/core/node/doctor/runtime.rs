@@ -191,7 +191,7 @@ pub(super) fn network(facts: &NetworkFacts, already_reported: bool) -> Vec<Findi
 }
 
 /// Remedy for hidden network namespaces.
-pub const UNHIDE: &str =
+pub(crate) const UNHIDE: &str =
     "umount -R /run/netns; namespaces that `ip netns add` has created since then lose their names";
 
 /// Finding: a mount over their directory hides the network namespaces of sandboxes.

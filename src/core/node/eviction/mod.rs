@@ -26,10 +26,8 @@ pub use ranking::{
     Candidate, ContainerFigures, PodFigures, annotations, explain, grace, message, rank,
 };
 pub use terminating::TerminatingPods;
-pub use thresholds::{
-    DEFAULT_HARD, IGNORED, Invalid, Threshold, ThresholdSettings, Value, parse,
-    reserved_by_thresholds,
-};
+pub(crate) use thresholds::reserved_by_thresholds;
+pub use thresholds::{DEFAULT_HARD, IGNORED, Invalid, Threshold, ThresholdSettings, Value, parse};
 pub use watch::{Assessment, Watch, growth_until_threshold, next_measurement};
 
 /// Eviction signals, in the order in which they are relieved: memory first.

@@ -88,7 +88,7 @@ impl Value {
 impl Threshold {
     /// Whether pods are evicted immediately.
     #[must_use]
-    pub fn is_hard(&self) -> bool {
+    pub(crate) fn is_hard(&self) -> bool {
         self.grace.is_zero()
     }
 
@@ -229,7 +229,7 @@ pub fn parse(settings: ThresholdSettings<'_>) -> Result<Vec<Threshold>, Invalid>
 
 /// The amount that hard thresholds for memory and the node's own disk reserve from pods (`pkg/kubelet/cm/helpers.go`).
 #[must_use]
-pub fn reserved_by_thresholds(
+pub(crate) fn reserved_by_thresholds(
     thresholds: &[Threshold],
     resource: Resource,
     capacity: u64,

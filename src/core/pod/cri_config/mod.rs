@@ -19,9 +19,10 @@ use super::users::{Mapping, Mappings};
 use crate::fault::Fault;
 use crate::{meta, pod};
 pub use mounts::{recursive_read_only, sub_path, volume_mount};
-pub use resources::{Swap, may_swap, resources};
+pub(crate) use resources::may_swap;
+pub use resources::{Swap, resources};
 use resources::{overhead, whole_resources};
-pub use security::apparmor_refusal;
+pub(crate) use security::apparmor_refusal;
 use security::{groups_policy, security, selinux};
 
 /// Labels that identify sandboxes and containers of a pod in the runtime.
@@ -45,13 +46,13 @@ pub mod annotation {
     /// The path of the termination message in the container.
     pub const MESSAGE_PATH: &str = "io.kubernetes.container.terminationMessagePath";
     /// The source of the message if the termination message is empty (`terminationMessagePolicy`).
-    pub const MESSAGE_POLICY: &str = "io.kubernetes.container.terminationMessagePolicy";
+    pub(crate) const MESSAGE_POLICY: &str = "io.kubernetes.container.terminationMessagePolicy";
     /// The pod's grace period.
     pub const GRACE: &str = "io.kubernetes.pod.terminationGracePeriod";
     /// The grace period of the pod's deletion.
-    pub const DELETION_GRACE: &str = "io.kubernetes.pod.deletionGracePeriod";
+    pub(crate) const DELETION_GRACE: &str = "io.kubernetes.pod.deletionGracePeriod";
     /// The preStop hook, as JSON.
-    pub const PRE_STOP: &str = "io.kubernetes.container.preStopHandler";
+    pub(crate) const PRE_STOP: &str = "io.kubernetes.container.preStopHandler";
     /// The ports, as JSON.
     pub const PORTS: &str = "io.kubernetes.container.ports";
 }

@@ -131,7 +131,7 @@ fn swapping_request(pod: &Pod, requests: &Amounts, limits: &Amounts) -> Option<Q
 /// Whether a container may use swap if the node allows it (`GetContainerSwapBehavior` in
 /// `pkg/kubelet/kuberuntime/kuberuntime_container_linux.go`).
 #[must_use]
-pub fn may_swap(pod: &Pod, container: &Container) -> bool {
+pub(crate) fn may_swap(pod: &Pod, container: &Container) -> bool {
     let of = |side| of_container(container, side);
     swapping_request(pod, &of(Side::Requests), &of(Side::Limits)).is_some()
 }

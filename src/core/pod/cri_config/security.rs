@@ -112,7 +112,7 @@ fn needs_apparmor(pod: &Pod) -> bool {
 /// Why a node cannot apply a pod's AppArmor profiles, in the kubelet's words. `enabled` is whether the node's kernel
 /// has AppArmor. Whether a localhost profile is loaded is checked by the runtime.
 #[must_use]
-pub fn apparmor_refusal(pod: &Pod, enabled: bool) -> Option<String> {
+pub(crate) fn apparmor_refusal(pod: &Pod, enabled: bool) -> Option<String> {
     if !needs_apparmor(pod) {
         return None;
     }

@@ -100,7 +100,7 @@ impl Update {
     /// Whether only the status differs. Readiness gates depend on conditions that other components write, so a pod with
     /// readiness gates always differs.
     #[must_use]
-    pub fn differs_in_status_only(&self, other: &Update) -> bool {
+    pub(crate) fn differs_in_status_only(&self, other: &Update) -> bool {
         let (a, b) = (&self.pod, &other.pod);
         let gates = a.spec.as_ref().is_some_and(|s| s.readiness_gates.is_some());
         !gates

@@ -383,7 +383,7 @@ impl Worker {
 
     /// Whether no operation is running.
     #[must_use]
-    pub fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.operations.is_idle()
     }
 

@@ -475,7 +475,7 @@ const SIZES: [&str; 13] = [
 ];
 
 /// A container resource for an environment variable or a file (`validateContainerResourceFieldSelector`).
-pub fn resource_field(field: &Value, path: &str, errors: &mut Errors) {
+pub(crate) fn resource_field(field: &Value, path: &str, errors: &mut Errors) {
     let Some(resource) = text(field, &["resource"]).filter(|name| !name.is_empty()) else {
         return errors.push(FieldError::required(format!("{path}.resource"), ""));
     };
@@ -611,7 +611,7 @@ pub fn seccomp(profile: &Value, path: &str, errors: &mut Errors) {
 }
 
 /// An AppArmor profile (`ValidateAppArmorProfileField`).
-pub fn app_armor(profile: &Value, path: &str, errors: &mut Errors) {
+pub(crate) fn app_armor(profile: &Value, path: &str, errors: &mut Errors) {
     let kinds = ["Localhost", "RuntimeDefault", "Unconfined"];
     localhost_profile(profile, path, "AppArmor", &kinds, errors);
     let field = format!("{path}.localhostProfile");
@@ -728,7 +728,7 @@ fn hook(value: &Value, path: &str, errors: &mut Errors) {
 }
 
 #[cfg(test)]
-pub fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
+pub(crate) fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
     use serde_json::json;
     let run = || json!({"exec": {"command": ["true"]}});
     let container = json!({

@@ -585,7 +585,7 @@ fn addresses(slice: &Value, _: &str, errors: &mut Errors) {
 }
 
 #[cfg(test)]
-pub fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
+pub(crate) fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
     use serde_json::json;
     let port = || json!([{"name": "a", "port": 1, "protocol": "TCP"}]);
     let terms = json!({"required": {"nodeSelectorTerms": [{"matchExpressions": [{"key": "a", "operator": "Exists"}]}]}});

@@ -740,7 +740,7 @@ fn operating_system(spec: &Value, path: &str, errors: &mut Errors) {
 }
 
 #[cfg(test)]
-pub fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
+pub(crate) fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
     use serde_json::json;
     let spec = json!({
         "containers": [{"name": "c"}], "dnsPolicy": "None", "activeDeadlineSeconds": 1, "terminationGracePeriodSeconds": 2147483647,

@@ -194,7 +194,7 @@ fn quantities(resources: &Value, path: &str, errors: &mut Errors) {
 }
 
 #[cfg(test)]
-pub fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
+pub(crate) fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
     use serde_json::json;
     let example = || {
         json!({"resources": {

@@ -117,7 +117,7 @@ const SPEC: &[Row] = &[
 ];
 
 /// Rules for a Node's taints.
-pub const TAINTS: &[Row] = &[
+pub(crate) const TAINTS: &[Row] = &[
     row(
         "spec.taints[]",
         Check(taint),
@@ -327,7 +327,7 @@ fn term(term: &Value, path: &str, strict: bool, errors: &mut Errors) {
 }
 
 /// A term of a required node selector.
-pub fn strict_term(one: &Value, path: &str, errors: &mut Errors) {
+pub(crate) fn strict_term(one: &Value, path: &str, errors: &mut Errors) {
     term(one, path, true, errors);
 }
 
@@ -494,7 +494,7 @@ fn repeated(constraints: &Value, path: &str, errors: &mut Errors) {
 }
 
 #[cfg(test)]
-pub fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
+pub(crate) fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
     use serde_json::json;
     let term = || json!({"topologyKey": "zone", "labelSelector": {"matchLabels": {"a": "b"}}, "namespaces": ["default"], "matchLabelKeys": ["hash"]});
     let required = || {

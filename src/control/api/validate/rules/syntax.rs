@@ -11,18 +11,18 @@ use crate::api::object::text;
 pub const PORT: &str = "must be between 1 and 65535, inclusive";
 pub const ID: &str = "must be between 0 and 2147483647, inclusive";
 pub const MODE: &str = "must be a number between 0 and 0777 (octal), both inclusive";
-pub const POSITIVE: &str = "must be greater than 0";
+pub(crate) const POSITIVE: &str = "must be greater than 0";
 pub const IP: &str = "must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)";
 /// The protocols of ports.
-pub const PROTOCOLS: &[&str] = &["SCTP", "TCP", "UDP"];
-pub const ABSOLUTE: &str = "must be an absolute path";
-pub const RELATIVE: &str = "must be a relative path";
-pub const NO_BACKSTEPS: &str = "must not contain '..'";
+pub(crate) const PROTOCOLS: &[&str] = &["SCTP", "TCP", "UDP"];
+pub(crate) const ABSOLUTE: &str = "must be an absolute path";
+pub(crate) const RELATIVE: &str = "must be a relative path";
+pub(crate) const NO_BACKSTEPS: &str = "must not contain '..'";
 pub const HEADER: &str = "a valid HTTP header must consist of alphanumeric characters or '-' (e.g. 'X-Header-Name', regex used for validation is '[-A-Za-z0-9]+')";
-pub const ENV: &str = "a valid environment variable name must consist only of printable ASCII characters other than '='";
-pub const SYSCTL: &str = "must have at most 253 characters and match regex ^([a-z0-9]([-_a-z0-9]*[a-z0-9])?[\\./])*[a-z0-9]([-_a-z0-9]*[a-z0-9])?$";
+pub(crate) const ENV: &str = "a valid environment variable name must consist only of printable ASCII characters other than '='";
+pub(crate) const SYSCTL: &str = "must have at most 253 characters and match regex ^([a-z0-9]([-_a-z0-9]*[a-z0-9])?[\\./])*[a-z0-9]([-_a-z0-9]*[a-z0-9])?$";
 
-pub fn is_ip(text: &str) -> bool {
+pub(crate) fn is_ip(text: &str) -> bool {
     text.parse::<std::net::IpAddr>().is_ok()
 }
 
@@ -30,25 +30,25 @@ pub fn is_absolute(path: &str) -> bool {
     path.starts_with('/')
 }
 
-pub fn has_no_backsteps(path: &str) -> bool {
+pub(crate) fn has_no_backsteps(path: &str) -> bool {
     path.split('/').all(|part| part != "..")
 }
 
-pub fn is_header(name: &str) -> bool {
+pub(crate) fn is_header(name: &str) -> bool {
     name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-')
 }
 
-pub fn is_env(name: &str) -> bool {
+pub(crate) fn is_env(name: &str) -> bool {
     name.chars().all(|c| (' '..='~').contains(&c) && c != '=')
 }
 
-pub fn is_config_key(key: &str) -> bool {
+pub(crate) fn is_config_key(key: &str) -> bool {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     key.len() <= 253 && key.chars().all(is_plain) && key != "." && !key.starts_with("..")
 }
 
 /// Segments of lower-case letters, digits, '-' and '_', separated by dots or slashes.
-pub fn is_sysctl(name: &str) -> bool {
+pub(crate) fn is_sysctl(name: &str) -> bool {
     let is_edge = |c: Option<char>| c.is_some_and(|c| c.is_ascii_lowercase() || c.is_ascii_digit());
     let is_inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-_".contains(c);
     let is_segment = |part: &str| {
@@ -58,7 +58,7 @@ pub fn is_sysctl(name: &str) -> bool {
 }
 
 /// Why a port name (IANA service name) is invalid; `None` if it is valid.
-pub fn port_name_problem(name: &str) -> Option<&'static str> {
+pub(crate) fn port_name_problem(name: &str) -> Option<&'static str> {
     let is_inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     if name.len() > 15 {
         Some("must be no more than 15 characters")
@@ -76,7 +76,7 @@ pub fn port_name_problem(name: &str) -> Option<&'static str> {
 }
 
 /// A port name.
-pub fn port_name(value: &Value, path: &str, errors: &mut Errors) {
+pub(crate) fn port_name(value: &Value, path: &str, errors: &mut Errors) {
     let name = value.as_str().unwrap_or_default();
     if let Some(problem) = port_name_problem(name).filter(|_| !name.is_empty()) {
         errors.push(FieldError::invalid(path, value, problem));
@@ -98,7 +98,7 @@ pub fn port(value: &Value, path: &str, errors: &mut Errors) {
 }
 
 /// A path within a volume's directory (`ValidateLocalNonReservedPath`).
-pub fn local_path(value: &Value, path: &str, errors: &mut Errors) {
+pub(crate) fn local_path(value: &Value, path: &str, errors: &mut Errors) {
     let text = value.as_str().unwrap_or_default();
     descending_path(value, path, errors);
     if text.starts_with("..") && !text.starts_with("../") && has_no_backsteps(text) {
@@ -107,7 +107,7 @@ pub fn local_path(value: &Value, path: &str, errors: &mut Errors) {
 }
 
 /// A relative path without `..` (`validateLocalDescendingPath`).
-pub fn descending_path(value: &Value, path: &str, errors: &mut Errors) {
+pub(crate) fn descending_path(value: &Value, path: &str, errors: &mut Errors) {
     let text = value.as_str().unwrap_or_default();
     if is_absolute(text) {
         errors.push(FieldError::invalid(path, value, RELATIVE));
@@ -119,7 +119,7 @@ pub fn descending_path(value: &Value, path: &str, errors: &mut Errors) {
 
 /// At most one of these fields may be set; further ones are forbidden (`validateVolumeSource`, `validateHandler`).
 /// Returns the number of fields that are set.
-pub fn at_most_one(
+pub(crate) fn at_most_one(
     value: &Value,
     path: &str,
     keys: &[&str],
@@ -160,12 +160,17 @@ pub fn subdomain(value: &Value, path: &str, errors: &mut Errors) {
 }
 
 /// The names in a list are unique. Each error names the later item.
-pub fn unique_names(items: &Value, path: &str, errors: &mut Errors) {
+pub(crate) fn unique_names(items: &Value, path: &str, errors: &mut Errors) {
     unique_as(items, "name", |i| format!("{path}[{i}].name"), errors);
 }
 
 /// The values of a key are unique in a list. `field` returns the path of an item's error. Empty values count as absent.
-pub fn unique_as(items: &Value, key: &str, field: impl Fn(usize) -> String, errors: &mut Errors) {
+pub(crate) fn unique_as(
+    items: &Value,
+    key: &str,
+    field: impl Fn(usize) -> String,
+    errors: &mut Errors,
+) {
     let mut seen = HashSet::new();
     for (i, item) in items.as_array().into_iter().flatten().enumerate() {
         let value = text(item, &[key]).unwrap_or_default();

@@ -50,7 +50,7 @@ const SOURCES: [&str; 30] = [
     "image",
 ];
 
-pub const HOST_PATHS: &[&str] = &[
+pub(crate) const HOST_PATHS: &[&str] = &[
     "",
     "BlockDevice",
     "CharDevice",
@@ -495,7 +495,7 @@ fn projected_paths(projected: &Value, path: &str, errors: &mut Errors) {
 }
 
 #[cfg(test)]
-pub fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
+pub(crate) fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
     use serde_json::json;
     let item = || json!([{"key": "k", "path": "a/b", "mode": 420}]);
     let field = || json!([{"path": "labels", "fieldRef": {"fieldPath": "metadata.labels"}}]);
