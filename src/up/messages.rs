@@ -208,8 +208,12 @@ pub(super) fn component(shown: &Shown<'_>) -> String {
         (None, false) => "does not run".to_owned(),
     };
     if let Some((times, why, ago)) = shown.restarted {
+        let restarted = match times {
+            1 => format!("restarted {ago} s ago"),
+            _ => format!("restarted {times} times, last {ago} s ago"),
+        };
         text.push_str(&format!(
-            "; restarted {times} times, last {ago} s ago because {why}; its log is {}",
+            "; {restarted} because {why}; its log is {}",
             shown.log.display()
         ));
     }

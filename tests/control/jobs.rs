@@ -481,7 +481,7 @@ async fn a_jobs_pods_are_created_counted_and_released() {
     plane.finish_pod(&pods[1], "Succeeded", 0).await;
     plane
         .wait("one pod to be counted", || async {
-            let status = plane.api::<Job>().get("j").await.unwrap().status.unwrap();
+            let status = plane.api::<Job>().get("j").await.unwrap().status?;
             (status.completed_indexes.as_deref() == Some("1") && status.active == Some(1))
                 .then_some(())
         })
