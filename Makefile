@@ -128,8 +128,11 @@ power: machine ## Shut down a virtual node or cut its power, repeatedly (CYCLES=
 bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENCHMARKS.md)
 	$(CARGO) bench --profile dist --locked --bench pods
 
+bench-controllers: ## Measure the processor time of the bundled control plane with thousands of pods
+	$(CARGO) bench --workspace --locked --bench controllers
+
 # Cargo builds the program for its benchmark too, without the flag: in target/release, so the measured one stays.
 bench-cni: test-deps cni ## Compare the CNI plugins with the distribution's
 	HOLDFAST_CNI=$(CURDIR)/$(dir $(DIST))holdfast-cni $(CARGO) bench --locked -p holdfast-cni --bench cni
 
-.PHONY: proto licences help install uninstall dist cni runtimes kubectls machine sim fuzz soak rounds power deps test-deps test-all-deps build up down test test-all check bench bench-cni
+.PHONY: proto licences help install uninstall dist cni runtimes kubectls machine sim fuzz soak rounds power deps test-deps test-all-deps build up down test test-all check bench bench-cni bench-controllers

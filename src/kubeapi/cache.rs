@@ -7,6 +7,7 @@ use holdfast_core::backoff::Doubling;
 use holdfast_core::lock::lock;
 use std::collections::BTreeMap;
 use std::pin::pin;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
@@ -53,6 +54,9 @@ struct PendingChange<K> {
     now: Option<Arc<K>>,
 }
 
+/// Is called with an object before and after a change.
+type Observer<K> = Box<dyn Fn(Option<&Arc<K>>, Option<&Arc<K>>) + Send + Sync>;
+
 /// One transition of a key: the last state of the object before it, and the object after it.
 struct Step<K> {
     key: Key,
@@ -65,6 +69,10 @@ struct Shared<K> {
     map: RwLock<Map<K>>,
     /// Readers that take changes key by key.
     readers: Mutex<Vec<Weak<Pending<K>>>>,
+    /// See [`Cache::observe`].
+    observers: Mutex<Vec<Observer<K>>>,
+    /// See [`Cache::latest_revision`].
+    latest_revision: AtomicU64,
 }
 
 /// The last known objects of one kind. Clones share the objects; dropping the last clone stops the watch.
@@ -154,6 +162,21 @@ impl<K: Resource> Shared<K> {
             true
         });
     }
+
+    /// Passes steps to the observers.
+    fn notify_observers(&self, steps: &[Step<K>]) {
+        let objects = steps
+            .iter()
+            .filter_map(|s| s.after.as_ref().or(s.before.as_ref()));
+        let latest = objects.map(|object| revision(&**object)).max();
+        self.latest_revision
+            .fetch_max(latest.unwrap_or(0), Ordering::AcqRel);
+        for observer in &*lock(&self.observers) {
+            for step in steps {
+                observer(step.before.as_ref(), step.after.as_ref());
+            }
+        }
+    }
 }
 
 impl<K: Resource> Writer<K> {
@@ -164,6 +187,7 @@ impl<K: Resource> Writer<K> {
         let steps = change(&mut map);
         // Under the map's lock, so that a new reader gets each step exactly once: from the map or from here.
         self.shared.record_steps(&steps);
+        self.shared.notify_observers(&steps);
         drop(map);
         self.notifier.send_modify(|version| *version += 1);
     }
@@ -188,9 +212,17 @@ impl<K: Resource> Writer<K> {
         self.change(|map| {
             let known = map.remove(&key);
             let last = last.filter(|last| is_same(Some(last), known.as_deref()));
-            let before = last.map(|last| Arc::new(slim(last))).or(known);
-            let after = None;
-            vec![Step { key, before, after }]
+            let Some(last) = last.map(|last| Arc::new(slim(last))) else {
+                let (before, after) = (known, None);
+                return vec![Step { key, before, after }];
+            };
+            let marked = Step {
+                key: key.clone(),
+                before: known,
+                after: Some(Arc::clone(&last)),
+            };
+            let (before, after) = (Some(last), None);
+            vec![marked, Step { key, before, after }]
         });
     }
 
@@ -276,6 +308,8 @@ where
         let shared = Arc::new(Shared {
             map: RwLock::default(),
             readers: Mutex::default(),
+            observers: Mutex::default(),
+            latest_revision: AtomicU64::new(0),
         });
         let (notifier, version) = watch::channel(0);
         (
@@ -335,6 +369,35 @@ where
         // No clone of this receiver has marked a version as seen, so earlier changes wake the new reader as well.
         let version = self.version.clone();
         ChangeReader { pending, version }
+    }
+
+    /// Calls `observer` for each object in the cache, and from now on for each change with the object before and after it.
+    /// No change is missed, merged or repeated. The cache is locked meanwhile, so `observer` must be quick and must not
+    /// read caches. A cache keeps its observers.
+    pub fn observe(
+        &self,
+        observer: impl Fn(Option<&Arc<K>>, Option<&Arc<K>>) + Send + Sync + 'static,
+    ) {
+        let map = &self.shared.map;
+        let map = map.read().unwrap_or_else(PoisonError::into_inner);
+        for object in map.values() {
+            observer(None, Some(object));
+        }
+        lock(&self.shared.observers).push(Box::new(observer));
+    }
+
+    /// The highest resource version of the objects that the cache has received. A watch delivers the changes of a kind in
+    /// this order, so the cache shows every write of this kind up to here.
+    #[must_use]
+    pub fn latest_revision(&self) -> u64 {
+        self.shared.latest_revision.load(Ordering::Acquire)
+    }
+
+    /// Calls `read` while no change is being applied, so that an index has all steps of each change.
+    pub(super) fn hold<R>(&self, read: impl FnOnce() -> R) -> R {
+        let map = &self.shared.map;
+        let _map = map.read().unwrap_or_else(PoisonError::into_inner);
+        read()
     }
 
     /// Returns one object.
@@ -618,6 +681,40 @@ mod tests {
             writer.delete(pod(&format!("p{n}")));
         }
         assert_eq!(lock(&reader.pending).len(), 0);
+    }
+
+    #[test]
+    fn an_observer_gets_each_step_and_the_objects_before_it() {
+        let versioned = |uid: &str, version: u64| {
+            let mut pod = deleted(uid, None);
+            pod.metadata.resource_version = Some(version.to_string());
+            pod
+        };
+        let (writer, cache) = Cache::<Pod>::without_watch();
+        writer.apply(versioned("a", 3));
+        let steps: Arc<Mutex<Vec<String>>> = Arc::default();
+        let seen = Arc::clone(&steps);
+        cache.observe(move |before, after| {
+            let shown = |pod: Option<&Arc<Pod>>| {
+                let metadata = pod.map(|pod| &pod.metadata);
+                let text = metadata.map(|m| format!("{:?}{:?}", m.uid, m.resource_version));
+                text.unwrap_or_default()
+                    .replace(['"', '(', ')'], "")
+                    .replace("Some", "")
+            };
+            lock(&seen).push(format!("{}-{}", shown(before), shown(after)));
+        });
+        assert_eq!(cache.latest_revision(), 3);
+        writer.apply(versioned("a", 4));
+        writer.delete(versioned("a", 6));
+        assert_eq!(cache.latest_revision(), 6);
+        writer.replace(vec![versioned("b", 5)]);
+        writer.replace(vec![versioned("c", 9)]);
+        assert_eq!(
+            *lock(&steps),
+            ["-a3", "a3-a4", "a4-a6", "a6-", "-b5", "b5-c9"]
+        );
+        assert_eq!(cache.latest_revision(), 9);
     }
 
     /// A ConfigMap with data of the wrong type, which cannot be decoded.

@@ -8,6 +8,7 @@ mod connections;
 pub mod failure;
 #[cfg(test)]
 mod fake;
+mod index;
 pub mod measured;
 pub mod objects;
 pub mod pace;
@@ -20,3 +21,4 @@ pub mod signing;
 pub use api::Api;
 pub use cache::Cache;
 pub use failure::ApiFailure;
+pub use index::Index;

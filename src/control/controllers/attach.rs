@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 
 use super::Caches;
 use super::any_change;
+use super::runtime::relevant_changes;
 use holdfast_core::{
     pod,
     volume::{claims, csi, migrated},
@@ -334,6 +335,12 @@ fn served(volume: Arc<PersistentVolume>) -> Arc<PersistentVolume> {
     migrated::persistent(PersistentVolume::clone(&volume)).map_or(volume, Arc::new)
 }
 
+/// Whether a pod has claims, or disks that nodes attach.
+fn can_need_attachment(pod: &Pod) -> bool {
+    let mut volumes = pod::spec(pod).volumes.iter().flatten();
+    volumes.any(|v| v.iscsi.is_some() || v.fc.is_some()) || !claims::of_pod(pod).is_empty()
+}
+
 /// Runs until the process exits.
 pub(super) async fn run(client: Client, caches: Caches) {
     let config = || watcher::Config::default().streaming_lists();
@@ -342,7 +349,9 @@ pub(super) async fn run(client: Client, caches: Caches) {
     let nodes: Cache<Node> = Cache::start(Api::all(client.clone()), config());
     tokio::join!(drivers.synced(), attachments.synced(), nodes.synced());
     let mut changes = [
-        caches.pods.changes(),
+        relevant_changes(&caches.pods, |before, after| {
+            before.into_iter().chain(after).any(can_need_attachment)
+        }),
         caches.claims.changes(),
         caches.volumes.changes(),
         drivers.changes(),

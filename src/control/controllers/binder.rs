@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 
 use super::Caches;
 use super::any_change;
+use super::runtime::relevant_changes;
 use crate::api::storage::{CLAIM_IN_USE, VOLUME_IN_USE};
 use holdfast_core::pod;
 use holdfast_core::volume::claims::{
@@ -535,7 +536,10 @@ pub(super) async fn run(client: Client, caches: Caches, directories: Option<(Pat
         caches.claims.changes(),
         caches.volumes.changes(),
         caches.classes.changes(),
-        caches.pods.changes(),
+        relevant_changes(&caches.pods, |before, after| {
+            let mut pods = before.into_iter().chain(after);
+            pods.any(|pod| !holdfast_core::volume::claims::of_pod(pod).is_empty())
+        }),
     ];
     let mut emitted: BTreeMap<String, String> = BTreeMap::new();
     loop {

@@ -1,73 +1,375 @@
 //! The Deployment controller: one ReplicaSet per pod template, and rolling updates
 //! (`pkg/controller/deployment`). The arithmetic is in `rollout`.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
+use jiff::Timestamp;
 use k8s_openapi::api::apps::v1::{Deployment, DeploymentSpec, ReplicaSet, ReplicaSetSpec};
-use k8s_openapi::api::core::v1::PodTemplateSpec;
+use k8s_openapi::api::core::v1::{Pod, PodTemplateSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
-use kube::{Client, ResourceExt as _};
+use kube::{Client, Resource, ResourceExt as _};
 use serde_json::json;
 
 use super::Caches;
-use super::Pending;
-use super::any_change;
-use super::controller_of;
 use super::event;
 use super::owned::owner;
 use super::rollout::{self, HASH, REVISION};
+use super::runtime::{Expectations, Keys, Next};
+use super::{controller_of, controller_reference};
 use crate::api::object;
 use crate::api::selector::Selector;
 use holdfast_core::lock::lock;
 use holdfast_kubeapi::Api;
-use holdfast_kubeapi::cache;
+use holdfast_kubeapi::cache::{Key, key};
 
 const COMPONENT: &str = "deployment-controller";
 
+/// Number of deployments reconciled concurrently. Concurrent writes share a sync of the store.
+const WORKERS: usize = 16;
+
+/// What to reconcile.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Work {
+    Deployment(Key),
+    /// A set without a controller: the deployments that may adopt it.
+    FreeSet(Key),
+    /// A set of which a pod ended: a Recreate waits for the pods of old sets.
+    PodEnded(Key),
+    /// The uid of a deleted set or deployment.
+    Deleted(String),
+}
+
+/// The uid of an object that was deleted or replaced by one of the same name.
+fn deleted<K: Resource>(before: Option<&K>, after: Option<&K>) -> Option<Work> {
+    let uid = |object: Option<&K>| object.and_then(|o| o.meta().uid.clone());
+    let gone = uid(before).filter(|_| uid(before) != uid(after));
+    gone.map(Work::Deleted)
+}
+
+fn work_of_deployment(before: Option<&Deployment>, after: Option<&Deployment>) -> Vec<Work> {
+    let own = after.or(before).map(|d| Work::Deployment(key(d)));
+    own.into_iter().chain(deleted(before, after)).collect()
+}
+
+fn work_of_set(before: Option<&ReplicaSet>, after: Option<&ReplicaSet>) -> Vec<Work> {
+    let deployment = |set: &ReplicaSet| {
+        let owner = controller_reference(set).filter(|o| o.kind == "Deployment")?;
+        Some(Work::Deployment((
+            set.namespace().unwrap_or_default(),
+            owner.name.clone(),
+        )))
+    };
+    let owners = before.into_iter().chain(after).filter_map(deployment);
+    let free = after.filter(|set| {
+        let same_labels = before.is_some_and(|before| before.labels() == set.labels());
+        controller_of(*set).is_none() && !(same_labels && before.and_then(controller_of).is_none())
+    });
+    let free = free.map(|set| Work::FreeSet(key(set)));
+    owners.chain(free).chain(deleted(before, after)).collect()
+}
+
+/// The set of a pod that ended or left the set.
+fn work_of_pod(before: Option<&Pod>, after: Option<&Pod>) -> Option<Work> {
+    let set = |pod: &Pod| {
+        let owner = controller_reference(pod).filter(|o| o.kind == "ReplicaSet")?;
+        let runs = !holdfast_core::pod::is_terminal(pod);
+        runs.then(|| (pod.namespace().unwrap_or_default(), owner.name.clone()))
+    };
+    let before = before.and_then(set);
+    before
+        .filter(|set_before| after.and_then(set).as_ref() != Some(set_before))
+        .map(Work::PodEnded)
+}
+
+/// What the workers share.
+struct Controller {
+    client: Client,
+    caches: Caches,
+    keys: Arc<Keys<Work>>,
+    /// Writes to sets and to deployments that are not visible in the caches yet, by deployment.
+    sets: Expectations,
+    deployments: Expectations,
+    templates: Templates,
+}
+
 pub(super) async fn run(client: Client, caches: Caches) {
-    let mut changes = [
-        caches.deployments.changes(),
-        caches.replica_sets.changes(),
-        caches.pods.changes(),
-    ];
-    let (pending, templates) = (Pending::default(), Templates::default());
-    loop {
-        for receiver in &mut changes {
-            receiver.mark_unchanged();
+    let controller = Controller {
+        client,
+        caches,
+        keys: Keys::new(),
+        sets: Expectations::default(),
+        deployments: Expectations::default(),
+        templates: Templates::default(),
+    };
+    let (keys, caches) = (&controller.keys, &controller.caches);
+    keys.watch(&caches.deployments, work_of_deployment);
+    keys.watch(&caches.replica_sets, work_of_set);
+    keys.watch(&caches.pods, work_of_pod);
+    let work = |work| controller.turn(work);
+    keys.work(WORKERS, work).await;
+}
+
+impl Controller {
+    async fn turn(&self, work: Work) -> Next {
+        match work {
+            Work::Deployment(deployment) => return self.reconcile_deployment(&deployment).await,
+            Work::FreeSet(set) => self.offer(&set),
+            Work::PodEnded(set) => self.pod_ended(&set),
+            Work::Deleted(uid) => self.templates.forget(&uid),
         }
-        for deployment in caches.deployments.list() {
-            let uid = deployment.uid().unwrap_or_default();
-            let seen = |(namespace, name): &cache::Key| {
-                let set = caches
-                    .replica_sets
-                    .get(namespace, name)
-                    .map(|s| cache::revision(&*s));
-                set.or_else(|| {
-                    caches
-                        .deployments
-                        .get(namespace, name)
-                        .map(|d| cache::revision(&*d))
-                })
-            };
-            if deployment.metadata.deletion_timestamp.is_some() || !pending.settled(&uid, seen) {
-                continue;
-            }
-            // Read again: the cache now contains everything that `settled` has seen.
-            let (namespace, name) = cache::key(&*deployment);
-            let Some(deployment) = caches.deployments.get(&namespace, &name) else {
-                continue;
-            };
-            let work = reconcile(&client, &caches, &deployment, &pending, &templates);
-            if let Err(error) = work.await {
-                tracing::debug!(%error, deployment = deployment.name_any(), "reconcile of a Deployment failed, retrying");
-            }
-        }
-        templates.keep(&caches);
-        any_change(&mut changes, Duration::from_secs(5)).await;
+        Next::Done
     }
+
+    /// Queues the deployments whose selector matches a set without a controller.
+    fn offer(&self, (namespace, name): &Key) {
+        let set = self.caches.replica_sets.get(namespace, name);
+        let Some(set) = set.filter(|set| controller_of(&**set).is_none()) else {
+            return;
+        };
+        for deployment in self.caches.deployments_in.get(namespace) {
+            if selector(&deployment).is_some_and(|s| s.matches_labels(set.labels())) {
+                self.keys.add(Work::Deployment(key(&*deployment)));
+            }
+        }
+    }
+
+    /// Queues the deployment of a set if its strategy is Recreate.
+    fn pod_ended(&self, (namespace, set): &Key) {
+        let set = self.caches.replica_sets.get(namespace, set);
+        let owner = set.as_deref().and_then(controller_reference);
+        let deployment = owner.and_then(|o| self.caches.deployments.get(namespace, &o.name));
+        let spec = deployment.as_ref().and_then(|d| d.spec.as_ref());
+        if let Some(deployment) = deployment
+            .as_deref()
+            .filter(|_| spec.is_some_and(is_recreate))
+        {
+            self.keys.add(Work::Deployment(key(deployment)));
+        }
+    }
+
+    async fn reconcile_deployment(&self, deployment: &Key) -> Next {
+        let caches = &self.caches;
+        let (sets, deployments) = (
+            caches.replica_sets.latest_revision(),
+            caches.deployments.latest_revision(),
+        );
+        let waits = [
+            self.sets.pending(deployment, sets),
+            self.deployments.pending(deployment, deployments),
+        ];
+        if let Some(left) = waits.into_iter().flatten().max() {
+            // The change that shows the write queues the deployment again.
+            return Next::After(left);
+        }
+        let Some(found) = caches.deployments.get(&deployment.0, &deployment.1) else {
+            self.sets.forget(deployment);
+            self.deployments.forget(deployment);
+            return Next::Done;
+        };
+        if found.metadata.deletion_timestamp.is_some() {
+            return Next::Done;
+        }
+        match self.reconcile(&found).await {
+            Ok(next) => next,
+            Err(error) => {
+                tracing::debug!(%error, deployment = found.name_any(), "reconcile of a Deployment failed, retrying");
+                Next::Retry
+            }
+        }
+    }
+
+    async fn reconcile(&self, deployment: &Deployment) -> Result<Next, kube::Error> {
+        let (client, templates) = (&self.client, &self.templates);
+        let deployment_key = key(deployment);
+        let sets: Api<ReplicaSet> = Api::namespaced(client.clone(), &deployment_key.0);
+        let Some(spec) = &deployment.spec else {
+            return Ok(Next::Done);
+        };
+        let owned = self.own(deployment).await?;
+        let wanted = templates.digest(&deployment.metadata, Some(&spec.template));
+        let mut matching: Vec<&Arc<ReplicaSet>> = owned
+            .iter()
+            .filter(|s| {
+                let template = s.spec.as_ref().and_then(|s| s.template.as_ref());
+                templates.digest(&s.metadata, template) == wanted
+            })
+            .collect();
+        matching.sort_by_key(|s| s.metadata.creation_timestamp.as_ref().map(|t| t.0));
+        let mut new = matching.first().map(|s| Arc::clone(s));
+        let old: Vec<Arc<ReplicaSet>> = owned
+            .iter()
+            .filter(|s| new.as_ref().is_none_or(|n| n.uid() != s.uid()))
+            .cloned()
+            .collect();
+        let highest = old.iter().map(|s| rollout::revision(s)).max().unwrap_or(0);
+        if spec.paused != Some(true) {
+            match &new {
+                None => {
+                    let template = rollout::bare_template(Some(&spec.template));
+                    let created = create(&sets, deployment, highest + 1, &template).await?;
+                    if let Some(created) = created {
+                        self.sets.record(&deployment_key, &created);
+                        new = Some(Arc::new(created));
+                    }
+                }
+                Some(set) if rollout::revision(set) <= highest => {
+                    let patch =
+                        json!({"metadata": {"annotations": {REVISION: (highest + 1).to_string()}}});
+                    let patched = sets
+                        .patch(
+                            &set.name_any(),
+                            &PatchParams::default(),
+                            &Patch::Merge(patch),
+                        )
+                        .await?;
+                    self.sets.record(&deployment_key, &patched);
+                    new = Some(Arc::new(patched));
+                }
+                Some(_) => {}
+            }
+        }
+        let running_old = self.waits_for_pods(spec, &old);
+        for scale in rollout::step(deployment, new.as_deref(), &old, running_old) {
+            let patch = json!({"spec": {"replicas": scale.to}, "metadata": {"annotations": {"deployment.kubernetes.io/desired-replicas": spec.replicas.unwrap_or(1).to_string()}}});
+            let patched = sets
+                .patch(&scale.name, &PatchParams::default(), &Patch::Merge(patch))
+                .await?;
+            self.sets.record(&deployment_key, &patched);
+            let direction = if scale.to > scale.from { "up" } else { "down" };
+            event(
+                client,
+                deployment,
+                "Deployment",
+                "apps/v1",
+                COMPONENT,
+                "ScalingReplicaSet",
+                format!(
+                    "Scaled {direction} replica set {} from {} to {}",
+                    scale.name, scale.from, scale.to
+                ),
+            )
+            .await;
+        }
+        self.write_status(deployment, new.as_deref(), &old).await?;
+        clean_up(&sets, deployment, &old).await?;
+        if new.is_none() && spec.paused != Some(true) {
+            // The name of the new set was taken.
+            return Ok(Next::Retry);
+        }
+        Ok(Next::after(rollout::time_to_deadline(
+            deployment,
+            Timestamp::now(),
+        )))
+    }
+
+    /// Whether a Recreate strategy must wait for pods of old sets.
+    fn waits_for_pods(&self, spec: &DeploymentSpec, old: &[Arc<ReplicaSet>]) -> bool {
+        let pods = |uid: String| self.caches.pods_of.get(&uid);
+        let mut old = old.iter().filter_map(|s| s.uid());
+        is_recreate(spec)
+            && old.any(|uid| {
+                pods(uid)
+                    .iter()
+                    .any(|p| !holdfast_core::pod::is_terminal(p))
+            })
+    }
+
+    /// The deployment's ReplicaSets. Matching orphans are adopted, and owned sets that do not match are released.
+    async fn own(&self, deployment: &Deployment) -> Result<Vec<Arc<ReplicaSet>>, kube::Error> {
+        let deployment_key = key(deployment);
+        let uid = deployment.uid().unwrap_or_default();
+        let selector = selector(deployment);
+        let api: Api<ReplicaSet> = Api::namespaced(self.client.clone(), &deployment_key.0);
+        let mut owned = Vec::new();
+        let known = self.caches.sets_of.get(&uid).into_iter();
+        for set in known.chain(self.caches.free_sets.get(&deployment_key.0)) {
+            let matches = selector
+                .as_ref()
+                .is_some_and(|s| s.matches_labels(set.labels()));
+            match controller_of(&*set) {
+                Some(owner) if owner == uid && matches => owned.push(set),
+                Some(owner) if owner == uid => {
+                    let patch = json!({"metadata": {"ownerReferences": [{"$patch": "delete", "uid": uid}]}});
+                    let released = api
+                        .patch(
+                            &set.name_any(),
+                            &PatchParams::default(),
+                            &Patch::Strategic(patch),
+                        )
+                        .await?;
+                    self.sets.record(&deployment_key, &released);
+                }
+                None if matches && set.metadata.deletion_timestamp.is_none() => {
+                    let patch = json!({"metadata": {"ownerReferences": [owner(deployment)]}});
+                    let adopted = api
+                        .patch(
+                            &set.name_any(),
+                            &PatchParams::default(),
+                            &Patch::Strategic(patch),
+                        )
+                        .await?;
+                    self.sets.record(&deployment_key, &adopted);
+                    owned.push(Arc::new(adopted));
+                }
+                _ => {}
+            }
+        }
+        Ok(owned)
+    }
+
+    /// Writes the status and the revision annotation through `/status`, which does not change the generation.
+    async fn write_status(
+        &self,
+        deployment: &Deployment,
+        new: Option<&ReplicaSet>,
+        old: &[Arc<ReplicaSet>],
+    ) -> Result<(), kube::Error> {
+        let status = rollout::status(deployment, new, old, &object::now());
+        let revision = new.map(|s| rollout::revision(s).to_string());
+        let current = deployment
+            .status
+            .as_ref()
+            .and_then(|s| serde_json::to_value(s).ok())
+            .unwrap_or_default();
+        let same_status = status
+            .as_object()
+            .into_iter()
+            .flatten()
+            .all(|(k, v)| current.get(k).map_or(*v == 0, |c| c == v));
+        if same_status
+            && revision
+                .as_ref()
+                .is_none_or(|r| deployment.annotations().get(REVISION) == Some(r))
+        {
+            return Ok(());
+        }
+        let mut patch = json!({"status": status});
+        if let Some(revision) = revision {
+            patch["metadata"] = json!({"annotations": {REVISION: revision}});
+        }
+        let deployment_key = key(deployment);
+        let api: Api<Deployment> = Api::namespaced(self.client.clone(), &deployment_key.0);
+        let written = api
+            .patch_status(
+                &deployment_key.1,
+                &PatchParams::default(),
+                &Patch::Merge(patch),
+            )
+            .await?;
+        self.deployments.record(&deployment_key, &written);
+        Ok(())
+    }
+}
+
+fn selector(deployment: &Deployment) -> Option<Selector> {
+    let selector = serde_json::to_value(&deployment.spec.as_ref()?.selector).ok()?;
+    Selector::of_object(&selector)
+}
+
+fn is_recreate(spec: &DeploymentSpec) -> bool {
+    spec.strategy.as_ref().and_then(|s| s.type_.as_deref()) == Some("Recreate")
 }
 
 /// The SHA-256 digest of a template without its hash label.
@@ -94,181 +396,10 @@ impl Templates {
         digest
     }
 
-    /// Removes the entries of deleted objects once they are the majority.
-    fn keep(&self, caches: &Caches) {
-        let (sets, deployments) = (caches.replica_sets.list(), caches.deployments.list());
-        let mut known = lock(&self.0);
-        if known.len() > 2 * (sets.len() + deployments.len()) + 100 {
-            let sets = sets.iter().filter_map(|s| s.uid());
-            let all: HashSet<String> = deployments
-                .iter()
-                .filter_map(|d| d.uid())
-                .chain(sets)
-                .collect();
-            known.retain(|uid, _| all.contains(uid));
-        }
+    /// Removes a deleted object.
+    fn forget(&self, uid: &str) {
+        lock(&self.0).remove(uid);
     }
-}
-
-async fn reconcile(
-    client: &Client,
-    caches: &Caches,
-    deployment: &Deployment,
-    pending: &Pending,
-    templates: &Templates,
-) -> Result<(), kube::Error> {
-    let (namespace, name) = cache::key(deployment);
-    let uid = deployment.uid().unwrap_or_default();
-    let sets: Api<ReplicaSet> = Api::namespaced(client.clone(), &namespace);
-    let Some(spec) = &deployment.spec else {
-        return Ok(());
-    };
-    let owned = own(client, caches, deployment, pending).await?;
-    let wanted = templates.digest(&deployment.metadata, Some(&spec.template));
-    let mut matching: Vec<&Arc<ReplicaSet>> = owned
-        .iter()
-        .filter(|s| {
-            let template = s.spec.as_ref().and_then(|s| s.template.as_ref());
-            templates.digest(&s.metadata, template) == wanted
-        })
-        .collect();
-    matching.sort_by_key(|s| s.metadata.creation_timestamp.as_ref().map(|t| t.0));
-    let mut new = matching.first().map(|s| Arc::clone(s));
-    let old: Vec<Arc<ReplicaSet>> = owned
-        .iter()
-        .filter(|s| new.as_ref().is_none_or(|n| n.uid() != s.uid()))
-        .cloned()
-        .collect();
-    let highest = old.iter().map(|s| rollout::revision(s)).max().unwrap_or(0);
-    if spec.paused != Some(true) {
-        match &new {
-            None => {
-                let template = rollout::bare_template(Some(&spec.template));
-                let created = create(&sets, deployment, highest + 1, &template).await?;
-                if let Some(created) = created {
-                    pending.record_write(&uid, &created);
-                    new = Some(Arc::new(created));
-                }
-            }
-            Some(set) if rollout::revision(set) <= highest => {
-                let patch =
-                    json!({"metadata": {"annotations": {REVISION: (highest + 1).to_string()}}});
-                let patched = sets
-                    .patch(
-                        &set.name_any(),
-                        &PatchParams::default(),
-                        &Patch::Merge(patch),
-                    )
-                    .await?;
-                pending.record_write(&uid, &patched);
-                new = Some(Arc::new(patched));
-            }
-            Some(_) => {}
-        }
-    }
-    let running_old = waits_for_pods(caches, spec, &old);
-    for scale in rollout::step(deployment, new.as_deref(), &old, running_old) {
-        let patch = json!({"spec": {"replicas": scale.to}, "metadata": {"annotations": {"deployment.kubernetes.io/desired-replicas": spec.replicas.unwrap_or(1).to_string()}}});
-        let patched = sets
-            .patch(&scale.name, &PatchParams::default(), &Patch::Merge(patch))
-            .await?;
-        pending.record_write(&uid, &patched);
-        let direction = if scale.to > scale.from { "up" } else { "down" };
-        event(
-            client,
-            deployment,
-            "Deployment",
-            "apps/v1",
-            COMPONENT,
-            "ScalingReplicaSet",
-            format!(
-                "Scaled {direction} replica set {} from {} to {}",
-                scale.name, scale.from, scale.to
-            ),
-        )
-        .await;
-    }
-    write_status(
-        client,
-        deployment,
-        new.as_deref(),
-        &old,
-        &namespace,
-        &name,
-        pending,
-    )
-    .await?;
-    clean_up(&sets, deployment, &old).await
-}
-
-/// Whether a Recreate strategy must wait for pods of old sets.
-fn waits_for_pods(caches: &Caches, spec: &DeploymentSpec, old: &[Arc<ReplicaSet>]) -> bool {
-    let strategy = spec.strategy.as_ref().and_then(|s| s.type_.as_deref());
-    if strategy != Some("Recreate") || old.is_empty() {
-        return false;
-    }
-    let old: HashSet<String> = old.iter().filter_map(|s| s.uid()).collect();
-    caches.pods.list().iter().any(|p| {
-        controller_of(&**p).is_some_and(|o| old.contains(o)) && !holdfast_core::pod::is_terminal(p)
-    })
-}
-
-/// The deployment's ReplicaSets. Matching orphans are adopted, and owned sets that do not match are released.
-async fn own(
-    client: &Client,
-    caches: &Caches,
-    deployment: &Deployment,
-    pending: &Pending,
-) -> Result<Vec<Arc<ReplicaSet>>, kube::Error> {
-    let (namespace, _) = cache::key(deployment);
-    let uid = deployment.uid().unwrap_or_default();
-    let selector = deployment
-        .spec
-        .as_ref()
-        .and_then(|s| serde_json::to_value(&s.selector).ok())
-        .and_then(|s| Selector::of_object(&s));
-    let api: Api<ReplicaSet> = Api::namespaced(client.clone(), &namespace);
-    let mut owned = Vec::new();
-    for set in caches
-        .replica_sets
-        .list()
-        .into_iter()
-        .filter(|s| s.metadata.namespace.as_ref() == Some(&namespace))
-    {
-        let matches = selector
-            .as_ref()
-            .is_some_and(|s| s.matches_labels(set.labels()));
-        match controller_of(&*set) {
-            Some(owner) if owner == uid && matches => owned.push(set),
-            Some(owner) if owner == uid => {
-                let patch =
-                    json!({"metadata": {"ownerReferences": [{"$patch": "delete", "uid": uid}]}});
-                pending.record_write(
-                    &uid,
-                    &api.patch(
-                        &set.name_any(),
-                        &PatchParams::default(),
-                        &Patch::Strategic(patch),
-                    )
-                    .await?,
-                );
-            }
-            None if matches && set.metadata.deletion_timestamp.is_none() => {
-                let patch = json!({"metadata": {"ownerReferences": [owner(deployment)]}});
-                let adopted = api
-                    .patch(
-                        &set.name_any(),
-                        &PatchParams::default(),
-                        &Patch::Strategic(patch),
-                    )
-                    .await?;
-                pending.record_write(&uid, &adopted);
-                owned.push(Arc::new(adopted));
-            }
-            _ => {}
-        }
-    }
-    Ok(owned)
 }
 
 /// Whether the set that has the name of `wanted` has another template or owner. Otherwise it was created recently and
@@ -365,47 +496,6 @@ async fn create(
     }
 }
 
-/// Writes the status and the revision annotation through `/status`, which does not change the generation.
-async fn write_status(
-    client: &Client,
-    deployment: &Deployment,
-    new: Option<&ReplicaSet>,
-    old: &[Arc<ReplicaSet>],
-    namespace: &str,
-    name: &str,
-    pending: &Pending,
-) -> Result<(), kube::Error> {
-    let status = rollout::status(deployment, new, old, &object::now());
-    let revision = new.map(|s| rollout::revision(s).to_string());
-    let current = deployment
-        .status
-        .as_ref()
-        .and_then(|s| serde_json::to_value(s).ok())
-        .unwrap_or_default();
-    let same_status = status
-        .as_object()
-        .into_iter()
-        .flatten()
-        .all(|(k, v)| current.get(k).map_or(*v == 0, |c| c == v));
-    if same_status
-        && revision
-            .as_ref()
-            .is_none_or(|r| deployment.annotations().get(REVISION) == Some(r))
-    {
-        return Ok(());
-    }
-    let mut patch = json!({"status": status});
-    if let Some(revision) = revision {
-        patch["metadata"] = json!({"annotations": {REVISION: revision}});
-    }
-    let api: Api<Deployment> = Api::namespaced(client.clone(), namespace);
-    let written = api
-        .patch_status(name, &PatchParams::default(), &Patch::Merge(patch))
-        .await?;
-    pending.record_write(&deployment.uid().unwrap_or_default(), &written);
-    Ok(())
-}
-
 /// Deletes old sets beyond the history limit once the rollout is complete.
 async fn clean_up(
     sets: &Api<ReplicaSet>,
@@ -461,6 +551,24 @@ mod tests {
         assert_eq!(digest(meta("d", 1), &template("i:2", "x")), first);
         assert_ne!(digest(meta("d", 2), &template("i:2", "x")), first);
         assert_eq!(lock(&templates.0).len(), 3);
+    }
+
+    #[test]
+    fn changes_of_pods_are_work_only_if_a_pod_ends() {
+        let pod = |phase: &str, set: &str| -> Pod {
+            serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n",
+                "ownerReferences": [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": set, "uid": set, "controller": true}]},
+                "status": {"phase": phase}}))
+            .expect("a pod")
+        };
+        let (runs, done) = (pod("Running", "s"), pod("Succeeded", "s"));
+        let of_s = || Some(Work::PodEnded(("n".into(), "s".into())));
+        assert_eq!(work_of_pod(None, Some(&runs)), None);
+        assert_eq!(work_of_pod(Some(&pod("Pending", "s")), Some(&runs)), None);
+        assert_eq!(work_of_pod(Some(&runs), Some(&done)), of_s());
+        assert_eq!(work_of_pod(Some(&runs), None), of_s());
+        assert_eq!(work_of_pod(Some(&runs), Some(&pod("Running", "t"))), of_s());
+        assert_eq!(work_of_pod(Some(&done), None), None);
     }
 
     #[test]

@@ -16,15 +16,14 @@ mod nodes;
 mod owned;
 mod replicaset;
 mod rollout;
+mod runtime;
 mod tokens;
 
 pub use binder::DIRECTORY;
 pub(crate) use certificates::Sign;
 pub(crate) use tokens::SignToken;
 
-use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet};
@@ -33,21 +32,17 @@ use k8s_openapi::api::core::v1::{
     ConfigMap, Namespace, Node, PersistentVolume, PersistentVolumeClaim, Pod, ServiceAccount,
 };
 use k8s_openapi::api::storage::v1::StorageClass;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::api::{Patch, PatchParams, PostParams};
 use kube::runtime::watcher;
 use kube::{Client, Resource};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio::time::Instant;
 
 use holdfast_core::digest::fnv64;
-use holdfast_core::lock::lock;
-use holdfast_kubeapi::Api;
-use holdfast_kubeapi::cache::{Cache, Key, key, revision};
+use holdfast_kubeapi::cache::Cache;
 use holdfast_kubeapi::client::code;
-
-/// How long a controller waits to see its own write in the cache.
-const ECHO_TIMEOUT: Duration = Duration::from_secs(5);
+use holdfast_kubeapi::{Api, Index};
 
 /// Event reasons of type Warning, in addition to those that begin or end with "Failed".
 const WARNINGS: [&str; 10] = [
@@ -83,6 +78,22 @@ pub struct Caches {
     pub volumes: Cache<PersistentVolume>,
     /// All storage classes.
     pub classes: Cache<StorageClass>,
+    /// The pods by the uid of their controller.
+    pods_of: Index<Pod>,
+    /// The pods without a controller by namespace.
+    free_pods: Index<Pod>,
+    /// The ReplicaSets by namespace.
+    sets_in: Index<ReplicaSet>,
+    /// The ReplicaSets by the uid of their controller.
+    sets_of: Index<ReplicaSet>,
+    /// The ReplicaSets without a controller by namespace.
+    free_sets: Index<ReplicaSet>,
+    /// The deployments by namespace.
+    deployments_in: Index<Deployment>,
+    /// The jobs by namespace.
+    jobs_in: Index<Job>,
+    /// The jobs by the uid of their controller.
+    jobs_of: Index<Job>,
 }
 
 impl Caches {
@@ -90,12 +101,24 @@ impl Caches {
     #[must_use]
     pub fn start(client: &Client) -> Caches {
         let config = || watcher::Config::default().streaming_lists();
+        let pods = Cache::start(Api::all(client.clone()), config());
+        let replica_sets = Cache::start(Api::all(client.clone()), config());
+        let deployments = Cache::start(Api::all(client.clone()), config());
+        let jobs = Cache::start(Api::all(client.clone()), config());
         Caches {
-            pods: Cache::start(Api::all(client.clone()), config()),
+            pods_of: Index::new(&pods, uids_of_controller),
+            free_pods: Index::new(&pods, namespace_if_free),
+            sets_in: Index::new(&replica_sets, namespace_of),
+            sets_of: Index::new(&replica_sets, uids_of_controller),
+            free_sets: Index::new(&replica_sets, namespace_if_free),
+            deployments_in: Index::new(&deployments, namespace_of),
+            jobs_in: Index::new(&jobs, namespace_of),
+            jobs_of: Index::new(&jobs, uids_of_controller),
+            pods,
             nodes: Cache::start(Api::all(client.clone()), config()),
-            replica_sets: Cache::start(Api::all(client.clone()), config()),
-            deployments: Cache::start(Api::all(client.clone()), config()),
-            jobs: Cache::start(Api::all(client.clone()), config()),
+            replica_sets,
+            deployments,
+            jobs,
             cron_jobs: Cache::start(Api::all(client.clone()), config()),
             namespaces: Cache::start(Api::all(client.clone()), config()),
             accounts: Cache::start(Api::all(client.clone()), config()),
@@ -158,69 +181,6 @@ pub async fn run(
     }
 }
 
-/// Writes of a controller that are not visible in its cache yet. Acting before they are would repeat them.
-#[derive(Default)]
-struct Pending(Mutex<HashMap<String, Vec<PendingWrite>>>);
-
-struct PendingWrite {
-    key: Key,
-    revision: u64,
-    /// A deletion is also visible when the object no longer exists.
-    deletion: bool,
-    until: Instant,
-}
-
-impl Pending {
-    /// Records that `object` was written for `owner`.
-    fn record_write<K: Resource>(&self, owner: &str, object: &K) {
-        self.record(owner, object, false);
-    }
-
-    /// Records that `object` was deleted for `owner`.
-    fn record_deletion<K: Resource>(&self, owner: &str, object: &K) {
-        self.record(owner, object, true);
-    }
-
-    fn record<K: Resource>(&self, owner: &str, object: &K, deletion: bool) {
-        let mut map = lock(&self.0);
-        let write = PendingWrite {
-            key: key(object),
-            revision: revision(object),
-            deletion,
-            until: Instant::now() + ECHO_TIMEOUT,
-        };
-        map.entry(owner.to_owned()).or_default().push(write);
-    }
-
-    /// The uids of those `owners` whose writes are all visible or have timed out. Callers list the caches after this
-    /// call, so that the lists contain the writes.
-    fn all_settled<K: Resource>(
-        &self,
-        owners: &[Arc<K>],
-        revision_of: impl Fn(&Key) -> Option<u64>,
-    ) -> HashSet<String> {
-        let uids = owners.iter().filter_map(|owner| owner.meta().uid.clone());
-        uids.filter(|uid| self.settled(uid, &revision_of)).collect()
-    }
-
-    /// Whether all writes for `owner` are visible or have timed out.
-    fn settled(&self, owner: &str, revision_of: impl Fn(&Key) -> Option<u64>) -> bool {
-        let mut map = lock(&self.0);
-        let Some(list) = map.get_mut(owner) else {
-            return true;
-        };
-        list.retain(|write| {
-            revision_of(&write.key).map_or(!write.deletion, |r| r < write.revision)
-                && Instant::now() < write.until
-        });
-        let settled = list.is_empty();
-        if settled {
-            map.remove(owner);
-        }
-        settled
-    }
-}
-
 /// Waits until a cache changes, or `most` has elapsed.
 async fn any_change(receivers: &mut [watch::Receiver<u64>], most: Duration) {
     let waits = receivers.iter_mut().map(|r| Box::pin(r.changed()));
@@ -228,13 +188,36 @@ async fn any_change(receivers: &mut [watch::Receiver<u64>], most: Duration) {
     let _ = tokio::time::timeout(most, futures::future::select_all(waits)).await;
 }
 
+/// The reference to the controlling owner.
+fn controller_reference<K: Resource>(object: &K) -> Option<&OwnerReference> {
+    let owners = object.meta().owner_references.as_deref()?;
+    owners.iter().find(|o| o.controller == Some(true))
+}
+
 /// The uid of the controlling owner.
 fn controller_of<K: Resource>(object: &K) -> Option<&str> {
-    let owners = object.meta().owner_references.as_deref()?;
-    owners
-        .iter()
-        .find(|o| o.controller == Some(true))
-        .map(|o| o.uid.as_str())
+    controller_reference(object).map(|o| o.uid.as_str())
+}
+
+/// The uid of the controlling owner as the value of an index.
+fn uids_of_controller<K: Resource>(object: &K) -> Vec<String> {
+    controller_of(object)
+        .map(str::to_owned)
+        .into_iter()
+        .collect()
+}
+
+/// The namespace as the value of an index.
+fn namespace_of<K: Resource>(object: &K) -> Vec<String> {
+    object.meta().namespace.clone().into_iter().collect()
+}
+
+/// The namespace of an object without a controller as the value of an index.
+fn namespace_if_free<K: Resource>(object: &K) -> Vec<String> {
+    match controller_of(object) {
+        None => namespace_of(object),
+        Some(_) => vec![],
+    }
 }
 
 /// Emits an event about an object; a repeated event only increases the count. Errors are

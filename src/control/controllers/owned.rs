@@ -1,20 +1,21 @@
 //! Shared parts of controllers that create objects for an owner: owner references,
 //! creation of pods, and back-off after failures.
 
-use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex};
+use std::collections::HashMap;
+use std::sync::Mutex;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::api::PostParams;
 use kube::{Client, Resource, ResourceExt as _};
 use tokio::time::Instant;
 
-use super::{Pending, controller_of, event};
+use super::event;
 use holdfast_core::backoff::Doubling;
 use holdfast_core::lock::lock;
 use holdfast_kubeapi::Api;
+use holdfast_kubeapi::cache::{Key, key};
 
 /// The controlling owner reference to an object.
 pub(super) fn owner<K: Resource<DynamicType = ()>>(object: &K) -> OwnerReference {
@@ -29,17 +30,16 @@ pub(super) fn owner<K: Resource<DynamicType = ()>>(object: &K) -> OwnerReference
 }
 
 /// Creates pods in batches of 1, 2, 4, … and stops after the first batch with a failure (upstream's `slowStartBatch`).
-/// An invalid template can therefore not flood the API. Emits events for both outcomes as `component`. Returns how many
-/// pods were not created, and the error.
+/// An invalid template can therefore not flood the API. Emits events for both outcomes as `component`, and calls `record`
+/// with each new pod. Returns how many pods were not created, and the error.
 pub(super) async fn create<K: Resource<DynamicType = ()>>(
     client: &Client,
     (owner, component): (&K, &str),
     pods: &[Pod],
-    pending: &Pending,
+    record: impl Fn(&Pod),
 ) -> (usize, Option<kube::Error>) {
     let namespace = owner.namespace().unwrap_or_default();
     let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
-    let uid = owner.uid().unwrap_or_default();
     let (kind, version) = (K::kind(&()), K::api_version(&()));
     let emit = |reason: &'static str, message: String| {
         event(client, owner, &kind, &version, component, reason, message)
@@ -49,13 +49,13 @@ pub(super) async fn create<K: Resource<DynamicType = ()>>(
         let (now, later) = left.split_at(batch.min(left.len()));
         let parameters = PostParams::default();
         let created = now.iter().map(|pod| api.create(&parameters, pod));
-        let (mut failed, mut failure) = (0, None);
+        let (mut failed, mut failure, mut events) = (0, None, vec![]);
         for result in futures::future::join_all(created).await {
             match result {
                 Ok(pod) => {
-                    pending.record_write(&uid, &pod);
+                    record(&pod);
                     let message = format!("Created pod: {}", pod.name_any());
-                    emit("SuccessfulCreate", message).await;
+                    events.push(emit("SuccessfulCreate", message));
                 }
                 Err(error) => {
                     failed += 1;
@@ -63,6 +63,7 @@ pub(super) async fn create<K: Resource<DynamicType = ()>>(
                 }
             }
         }
+        futures::future::join_all(events).await;
         if let Some(error) = failure {
             emit("FailedCreate", format!("Error creating: {error}")).await;
             return (failed + later.len(), Some(error));
@@ -72,17 +73,25 @@ pub(super) async fn create<K: Resource<DynamicType = ()>>(
     (0, None)
 }
 
-/// Objects whose last reconciliation failed, by uid. Each is retried after a back-off, or earlier if its spec changes.
+/// Objects whose last reconciliation failed. Each is retried after a back-off, or earlier if its spec changes.
 pub(super) struct Failures {
     /// Initial and maximum back-off.
     pauses: Doubling,
-    all: Mutex<HashMap<String, Failure>>,
+    all: Mutex<HashMap<Key, Failure>>,
 }
 
 struct Failure {
+    uid: Option<String>,
     generation: Option<i64>,
     next: Instant,
     pauses: Doubling,
+}
+
+impl Failure {
+    /// Whether the spec of this object has failed.
+    fn is_of(&self, meta: &ObjectMeta) -> bool {
+        self.uid == meta.uid && self.generation == meta.generation
+    }
 }
 
 impl Failures {
@@ -95,10 +104,10 @@ impl Failures {
 
     /// The remaining back-off of an object; `None` if it is due.
     pub(super) fn pause<K: Resource>(&self, object: &K, now: Instant) -> Option<Duration> {
-        let (all, meta) = (lock(&self.all), object.meta());
-        let failure = all.get(meta.uid.as_ref()?)?;
+        let all = lock(&self.all);
+        let failure = all.get(&key(object)).filter(|f| f.is_of(object.meta()))?;
         let left = failure.next.saturating_duration_since(now);
-        (failure.generation == meta.generation && !left.is_zero()).then_some(left)
+        (!left.is_zero()).then_some(left)
     }
 
     /// Records the result of a reconciliation. Returns the back-off if it failed.
@@ -108,57 +117,25 @@ impl Failures {
         failed: bool,
         now: Instant,
     ) -> Option<Duration> {
-        let (mut all, uid) = (lock(&self.all), object.uid().unwrap_or_default());
-        let generation = object.meta().generation;
-        let before = all
-            .remove(&uid)
-            .filter(|f| failed && f.generation == generation);
+        let (mut all, key, meta) = (lock(&self.all), key(object), object.meta());
+        let before = all.remove(&key).filter(|f| failed && f.is_of(meta));
         let mut pauses = before.map_or(self.pauses, |f| f.pauses);
         failed.then(|| {
             let pause = pauses.pause();
             let failure = Failure {
-                generation,
+                uid: meta.uid.clone(),
+                generation: meta.generation,
                 next: now + pause,
                 pauses,
             };
-            all.insert(uid, failure);
+            all.insert(key, failure);
             pause
         })
     }
 
-    /// Removes deleted objects.
-    pub(super) fn keep<K: Resource>(&self, objects: &[Arc<K>]) {
-        let mut all = lock(&self.all);
-        if all.is_empty() {
-            return;
-        }
-        let known: HashSet<&String> = objects
-            .iter()
-            .filter_map(|o| o.meta().uid.as_ref())
-            .collect();
-        all.retain(|uid, _| known.contains(uid));
-    }
-}
-
-/// Pods by namespace and by their controller's uid, which is empty for pods without one.
-pub(super) struct ByOwner<'a>(HashMap<&'a str, HashMap<&'a str, Vec<&'a Arc<Pod>>>>);
-
-impl<'a> ByOwner<'a> {
-    pub(super) fn of(pods: &'a [Arc<Pod>]) -> ByOwner<'a> {
-        let mut all = ByOwner(HashMap::new());
-        for pod in pods {
-            let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-            let owner = controller_of(&**pod).unwrap_or_default();
-            let here = all.0.entry(namespace).or_default();
-            here.entry(owner).or_default().push(pod);
-        }
-        all
-    }
-
-    /// The pods of an owner; an empty uid returns the pods without a controller.
-    pub(super) fn get(&self, namespace: &str, owner: &str) -> &[&'a Arc<Pod>] {
-        let here = self.0.get(namespace).and_then(|here| here.get(owner));
-        here.map_or(&[], Vec::as_slice)
+    /// Removes a deleted object.
+    pub(super) fn forget(&self, key: &Key) {
+        lock(&self.all).remove(key);
     }
 }
 
@@ -198,7 +175,7 @@ mod tests {
             assert_eq!(failures.record_result(&object, false, at), None);
             assert_eq!(failures.pause(&object, at), None);
             assert_eq!(failures.record_result(&object, true, at), first);
-            failures.keep::<Job>(&[]);
+            failures.forget(&key(&object));
             assert!(lock(&failures.all).is_empty());
         }
     }

@@ -11,20 +11,22 @@ use serde_json::json;
 use tokio::time::Instant;
 
 use super::Caches;
-use super::Pending;
-use super::any_change;
-use super::controller_of;
 use super::event;
-use super::owned::{ByOwner, Failures, create, owner};
+use super::owned::{Failures, create, owner};
+use super::runtime::{Expectations, Keys, Next};
+use super::{controller_of, controller_reference};
 use crate::api::selector::Selector;
 use holdfast_core::backoff::Doubling;
 use holdfast_core::pod;
 use holdfast_kubeapi::Api;
-use holdfast_kubeapi::cache::{Key, key, revision};
+use holdfast_kubeapi::cache::{Key, key};
+use holdfast_kubeapi::client::code;
 
 /// Maximum number of pods created or deleted in one reconciliation.
 const MAX_PODS_AT_ONCE: usize = 500;
 const COMPONENT: &str = "replicaset-controller";
+/// Number of sets reconciled concurrently. Concurrent writes share a sync of the store.
+const WORKERS: usize = 16;
 
 /// Initial and maximum back-off after a failed creation.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(120));
@@ -37,6 +39,16 @@ struct Plan {
     create: usize,
     delete: Vec<String>,
     status: serde_json::Value,
+    /// When the next ready pod has been ready for `minReadySeconds`.
+    wake: Option<Duration>,
+}
+
+/// What to reconcile.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Work {
+    Set(Key),
+    /// A pod without a controller: the sets that may adopt it.
+    FreePod(Key),
 }
 
 fn is_active(pod: &Pod) -> bool {
@@ -104,14 +116,44 @@ pub(super) fn deletion_rank(
     )
 }
 
+fn selector(set: &ReplicaSet) -> Option<Selector> {
+    let selector = serde_json::to_value(&set.spec.as_ref()?.selector).ok()?;
+    Selector::of_object(&selector)
+}
+
+/// The attributes of a pod that its set depends on.
+fn observed(pod: &Pod) -> impl PartialEq {
+    (
+        controller_of(pod),
+        &pod.metadata.labels,
+        pod.metadata.deletion_timestamp.is_some(),
+        pod::phase(pod),
+        ready_since(pod),
+    )
+}
+
+/// The work that a change of a pod requires.
+fn work_of_pod(before: Option<&Pod>, after: Option<&Pod>) -> Vec<Work> {
+    if before.map(observed) == after.map(observed) {
+        return vec![];
+    }
+    let set = |pod: &Pod| {
+        let namespace = pod.namespace().unwrap_or_default();
+        let owner = controller_reference(pod).filter(|o| o.kind == "ReplicaSet")?;
+        Some(Work::Set((namespace, owner.name.clone())))
+    };
+    let sets = before.into_iter().chain(after).filter_map(set);
+    let free = after.filter(|pod| controller_of(*pod).is_none());
+    sets.chain(free.map(|pod| Work::FreePod(key(pod))))
+        .collect()
+}
+
 /// Decides the next steps from the set, all pods of its namespace, and the time.
 fn plan(set: &ReplicaSet, pods: &[Arc<Pod>], now: jiff::Timestamp) -> Plan {
     let mut plan = Plan::default();
     let uid = set.uid().unwrap_or_default();
     let Some(spec) = &set.spec else { return plan };
-    let selector = serde_json::to_value(&spec.selector)
-        .ok()
-        .and_then(|s| Selector::of_object(&s));
+    let selector = selector(set);
     let deleting = set.metadata.deletion_timestamp.is_some();
     let mut owned: Vec<&Arc<Pod>> = Vec::new();
     let here = &set.metadata.namespace;
@@ -141,10 +183,12 @@ fn plan(set: &ReplicaSet, pods: &[Arc<Pod>], now: jiff::Timestamp) -> Plan {
     }
     let ready: Vec<jiff::Timestamp> = active.iter().filter_map(|p| ready_since(p)).collect();
     let minimum = i64::from(spec.min_ready_seconds.unwrap_or(0));
-    let available = ready
-        .iter()
-        .filter(|t| now.as_second() - t.as_second() >= minimum)
-        .count();
+    let left = |t: &jiff::Timestamp| minimum.saturating_sub(now.as_second() - t.as_second());
+    let available = ready.iter().filter(|t| left(t) <= 0).count();
+    let waits = ready.iter().map(left).filter(|left| *left > 0).min();
+    plan.wake = waits
+        .and_then(|left| u64::try_from(left).ok())
+        .map(Duration::from_secs);
     let template = spec
         .template
         .as_ref()
@@ -166,39 +210,73 @@ fn plan(set: &ReplicaSet, pods: &[Arc<Pod>], now: jiff::Timestamp) -> Plan {
     plan
 }
 
+/// What the workers share.
+struct Controller {
+    client: Client,
+    caches: Caches,
+    keys: Arc<Keys<Work>>,
+    /// Writes to pods that are not visible in the cache yet, by set.
+    expected: Expectations,
+    failures: Failures,
+}
+
 pub(super) async fn run(client: Client, caches: Caches) {
-    let mut changes = [caches.replica_sets.changes(), caches.pods.changes()];
-    let (pending, failures) = (Arc::new(Pending::default()), Failures::new(RETRY));
-    loop {
-        for receiver in &mut changes {
-            receiver.mark_unchanged();
+    let controller = Controller {
+        client,
+        caches,
+        keys: Keys::new(),
+        expected: Expectations::default(),
+        failures: Failures::new(RETRY),
+    };
+    let (keys, caches) = (&controller.keys, &controller.caches);
+    keys.watch(&caches.replica_sets, |before, after| {
+        after.or(before).map(|set| Work::Set(key(set)))
+    });
+    keys.watch(&caches.pods, work_of_pod);
+    let work = |work| controller.turn(work);
+    keys.work(WORKERS, work).await;
+}
+
+impl Controller {
+    async fn turn(&self, work: Work) -> Next {
+        match work {
+            Work::FreePod(pod) => {
+                self.offer(&pod);
+                Next::Done
+            }
+            Work::Set(set) => self.reconcile_set(&set).await,
         }
-        let seen = |(namespace, name): &Key| {
-            let pod = caches.pods.get(namespace, name).map(|p| revision(&*p));
-            let set = || caches.replica_sets.get(namespace, name);
-            pod.or_else(|| set().map(|s| revision(&*s)))
+    }
+
+    /// Queues the sets whose selector matches a pod without a controller.
+    fn offer(&self, (namespace, name): &Key) {
+        let pod = self.caches.pods.get(namespace, name);
+        let Some(pod) = pod.filter(|pod| controller_of(&**pod).is_none() && is_active(pod)) else {
+            return;
         };
-        let settled = pending.all_settled(&caches.replica_sets.list(), seen);
-        let (sets, pods) = (caches.replica_sets.list(), caches.pods.list());
-        let of = ByOwner::of(&pods);
-        let ready = sets.iter().filter(|set| {
-            set.metadata
-                .uid
-                .as_ref()
-                .is_some_and(|uid| settled.contains(uid))
-        });
-        let work = ready.map(|set| {
-            let (client, pending, failures) = (client.clone(), &pending, &failures);
-            // The set's own pods, and pods that it may adopt.
-            let (namespace, _) = key(&**set);
-            let own = of.get(&namespace, set.metadata.uid.as_deref().unwrap_or_default());
-            let free = of.get(&namespace, "");
-            let pods: Vec<Arc<Pod>> = own.iter().chain(free).map(|pod| Arc::clone(pod)).collect();
-            async move { reconcile(&client, set, &pods, pending, failures).await }
-        });
-        futures::future::join_all(work).await;
-        failures.keep(&sets);
-        any_change(&mut changes, Duration::from_secs(5)).await;
+        for set in self.caches.sets_in.get(namespace) {
+            if selector(&set).is_some_and(|s| s.matches_labels(pod.labels())) {
+                self.keys.add(Work::Set(key(&*set)));
+            }
+        }
+    }
+
+    async fn reconcile_set(&self, set: &Key) -> Next {
+        let caches = &self.caches;
+        let visible = caches.pods.latest_revision();
+        if let Some(left) = self.expected.pending(set, visible) {
+            // The change that shows the write queues the set again.
+            return Next::After(left);
+        }
+        let Some(found) = caches.replica_sets.get(&set.0, &set.1) else {
+            self.expected.forget(set);
+            self.failures.forget(set);
+            return Next::Done;
+        };
+        // The set's own pods, and pods that it may adopt.
+        let mut pods = caches.pods_of.get(&found.uid().unwrap_or_default());
+        pods.extend(caches.free_pods.get(&set.0));
+        reconcile(&self.client, &found, &pods, &self.expected, &self.failures).await
     }
 }
 
@@ -206,37 +284,36 @@ async fn reconcile(
     client: &Client,
     set: &ReplicaSet,
     pods: &[Arc<Pod>],
-    pending: &Pending,
+    expected: &Expectations,
     failures: &Failures,
-) {
+) -> Next {
     let plan = plan(set, pods, jiff::Timestamp::now());
-    let (namespace, name) = key(set);
+    let set_key = key(set);
+    let (namespace, name) = &set_key;
     let uid = set.uid().unwrap_or_default();
-    let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
+    let api: Api<Pod> = Api::namespaced(client.clone(), namespace);
+    let (mut complete, mut wake) = (true, plan.wake);
     for pod in &plan.adopt {
         let patch = json!({"metadata": {"ownerReferences": [owner(set)]}});
-        record_patch(
-            api.patch(pod, &PatchParams::default(), &Patch::Strategic(patch))
-                .await,
-            &uid,
-            pending,
-            "adopting a pod",
-        );
+        let (parameters, patch) = (PatchParams::default(), Patch::Strategic(patch));
+        let patched = api.patch(pod, &parameters, &patch).await;
+        complete &= record_patch(patched, &set_key, expected, "adopting a pod");
     }
     for pod in &plan.release {
         let patch = json!({"metadata": {"ownerReferences": [{"$patch": "delete", "uid": uid}]}});
-        record_patch(
-            api.patch(pod, &PatchParams::default(), &Patch::Strategic(patch))
-                .await,
-            &uid,
-            pending,
-            "releasing a pod",
-        );
+        let (parameters, patch) = (PatchParams::default(), Patch::Strategic(patch));
+        let patched = api.patch(pod, &parameters, &patch).await;
+        complete &= record_patch(patched, &set_key, expected, "releasing a pod");
     }
-    if plan.create > 0 && failures.pause(set, Instant::now()).is_none() {
-        let pods = vec![new_pod(set); plan.create];
-        let (_, failure) = create(client, (set, COMPONENT), &pods, pending).await;
-        failures.record_result(set, failure.is_some(), Instant::now());
+    if plan.create > 0 {
+        let mut pause = failures.pause(set, Instant::now());
+        if pause.is_none() {
+            let pods = vec![new_pod(set); plan.create];
+            let record = |pod: &Pod| expected.record(&set_key, pod);
+            let (_, failure) = create(client, (set, COMPONENT), &pods, record).await;
+            pause = failures.record_result(set, failure.is_some(), Instant::now());
+        }
+        wake = wake.into_iter().chain(pause).min();
     }
     let deletions = plan.delete.iter().map(|pod| {
         let api = &api;
@@ -246,7 +323,7 @@ async fn reconcile(
         match result {
             Ok(marked) => {
                 if let Some(marked) = marked {
-                    pending.record_deletion(&uid, &marked);
+                    expected.record(&set_key, &marked);
                 }
                 event(
                     client,
@@ -259,7 +336,10 @@ async fn reconcile(
                 )
                 .await;
             }
-            Err(error) => tracing::debug!(%error, pod, "deleting a surplus pod failed"),
+            Err(error) => {
+                tracing::debug!(%error, pod, "deleting a surplus pod failed");
+                complete &= is_stale(&error);
+            }
         }
     }
     let current = set
@@ -274,21 +354,43 @@ async fn reconcile(
         .flatten()
         .any(|(k, v)| current.get(k).map_or(v != 0, |c| c != v));
     if differs {
-        let sets: Api<ReplicaSet> = Api::namespaced(client.clone(), &namespace);
+        let sets: Api<ReplicaSet> = Api::namespaced(client.clone(), namespace);
         let patch = json!({"status": plan.status});
         if let Err(error) = sets
-            .patch_status(&name, &PatchParams::default(), &Patch::Merge(patch))
+            .patch_status(name, &PatchParams::default(), &Patch::Merge(patch))
             .await
         {
             tracing::debug!(%error, name, "writing a ReplicaSet's status failed");
+            complete &= is_stale(&error);
         }
+    }
+    match complete {
+        true => Next::after(wake),
+        false => Next::Retry,
     }
 }
 
-fn record_patch(result: Result<Pod, kube::Error>, owner: &str, pending: &Pending, what: &str) {
+/// Whether a write failed because its object was deleted or changed. The cache will show that and queue the set again.
+fn is_stale(error: &kube::Error) -> bool {
+    matches!(code(error), Some(404 | 409))
+}
+
+/// Records a patched pod. Returns false if the patch must be tried again.
+fn record_patch(
+    result: Result<Pod, kube::Error>,
+    set: &Key,
+    expected: &Expectations,
+    what: &str,
+) -> bool {
     match result {
-        Ok(pod) => pending.record_write(owner, &pod),
-        Err(error) => tracing::debug!(%error, "{what} failed"),
+        Ok(pod) => {
+            expected.record(set, &pod);
+            true
+        }
+        Err(error) => {
+            tracing::debug!(%error, "{what} failed");
+            is_stale(&error)
+        }
     }
 }
 
@@ -337,6 +439,43 @@ mod tests {
             }))
             .expect("a pod"),
         )
+    }
+
+    #[test]
+    fn only_changes_that_a_set_depends_on_are_work() {
+        let keys = |before: Option<&Arc<Pod>>, after: Option<&Arc<Pod>>| {
+            let work = work_of_pod(before.map(|p| &**p), after.map(|p| &**p));
+            let name = |work| match work {
+                Work::Set((_, name)) => name,
+                Work::FreePod((_, name)) => format!("free {name}"),
+            };
+            work.into_iter().map(name).collect::<Vec<_>>()
+        };
+        let waiting = pod("a", Some("u"), "1", false);
+        let mut annotated = Pod::clone(&waiting);
+        annotated.metadata.annotations = Some([("k".to_owned(), "v".to_owned())].into());
+        let free = pod("a", None, "1", false);
+        assert_eq!(keys(Some(&waiting), Some(&Arc::new(annotated))), [""; 0]);
+        assert_eq!(keys(None, Some(&waiting)), ["s"]);
+        assert_eq!(keys(Some(&waiting), None), ["s"]);
+        let ready = pod("a", Some("u"), "1", true);
+        assert_eq!(keys(Some(&waiting), Some(&ready)), ["s", "s"]);
+        assert_eq!(keys(Some(&waiting), Some(&free)), ["s", "free a"]);
+        assert_eq!(keys(None, Some(&free)), ["free a"]);
+    }
+
+    #[test]
+    fn a_set_is_reconciled_when_a_pod_becomes_available() {
+        let mut slow = set(1);
+        slow.spec.as_mut().expect("a spec").min_ready_seconds = Some(90);
+        let pods = [pod("a", Some("u"), "1", true)];
+        let of = |now: &str| {
+            let plan = plan(&slow, &pods, now.parse().expect("a time"));
+            (plan.status["availableReplicas"].clone(), plan.wake)
+        };
+        let left = Some(Duration::from_secs(60));
+        assert_eq!(of("2026-01-01T00:00:30.9Z"), (json!(0), left));
+        assert_eq!(of("2026-01-01T00:01:30Z"), (json!(1), None));
     }
 
     #[test]

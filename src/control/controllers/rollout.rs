@@ -1,7 +1,9 @@
 //! Rolling updates of a Deployment: pure arithmetic over its ReplicaSets (`pkg/controller/deployment/rolling.go`).
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use jiff::Timestamp;
 use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt as _;
@@ -240,6 +242,22 @@ fn progress(
     (progressed, late)
 }
 
+/// The time until the progress deadline passes; `None` if it has passed, or the rollout is complete.
+#[must_use]
+pub fn time_to_deadline(deployment: &Deployment, now: Timestamp) -> Option<Duration> {
+    let deadline = deployment.spec.as_ref()?.progress_deadline_seconds;
+    let conditions = deployment.status.as_ref()?.conditions.as_ref()?;
+    let progressing = conditions.iter().find(|c| c.type_ == "Progressing")?;
+    if progressing.reason.as_deref() == Some("NewReplicaSetAvailable") {
+        return None;
+    }
+    let passed = now.as_second() - progressing.last_update_time.as_ref()?.0.as_second();
+    let left = i64::from(deadline.unwrap_or(600)).saturating_sub(passed);
+    // The deadline passes when the full second after it begins.
+    let left = u64::try_from(left).ok()?.saturating_add(1);
+    Some(Duration::from_secs(left))
+}
+
 /// The status of a deployment. Conditions that do not change keep their times.
 #[must_use]
 pub fn status(
@@ -346,6 +364,7 @@ mod tests {
                 .map(str::to_owned)
         };
         let mut seen = vec![];
+        let mut waits = vec![];
         for (now, available) in [
             ("2026-01-01T00:00:00Z", 1),
             ("2026-01-01T00:05:00Z", 0),
@@ -356,6 +375,8 @@ mod tests {
             let written = status(&d, Some(&set("n", 1, 2, available)), &[], now);
             seen.push(reason(&written).unwrap_or_default());
             d.status = Some(serde_json::from_value(written).expect("a status"));
+            let left = time_to_deadline(&d, now.parse().expect("a time"));
+            waits.push(left.map(|left| left.as_secs()));
         }
         assert_eq!(
             seen,
@@ -367,6 +388,8 @@ mod tests {
                 "ReplicaSetUpdated"
             ]
         );
+        assert_eq!(waits[..2], [Some(601), Some(301)]);
+        assert_eq!(waits[2], Some(601), "the failure starts a new period");
     }
 
     #[test]

@@ -3,7 +3,6 @@
 
 mod decide;
 
-use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,90 +14,155 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::{DeleteParams, PostParams};
 use kube::{Client, ResourceExt as _};
 
-use super::{Caches, Pending, any_change, controller_of, event};
+use super::runtime::{Expectations, Keys, Next};
+use super::{Caches, controller_of, controller_reference, event};
 use decide::{Observed, Plan, decide};
 use holdfast_kubeapi::Api;
-use holdfast_kubeapi::cache::{Key, key, revision};
+use holdfast_kubeapi::cache::{Key, key};
 use holdfast_kubeapi::client::code;
 
 const COMPONENT: &str = "cronjob-controller";
-/// Maximum time between reconciliations without changes.
+/// Number of CronJobs reconciled concurrently.
+const WORKERS: usize = 4;
+/// Maximum time between reconciliations of a CronJob with a schedule, because the machine's clock may be changed.
 const MAX_WAIT: Duration = Duration::from_secs(30);
+/// Pause after a failed reconciliation.
+const RETRY: Duration = Duration::from_secs(1);
 
-/// Writes that are not visible in the caches yet. CronJobs and jobs are kept separately, because they may share names.
-#[derive(Default)]
-struct Written {
-    crons: Pending,
-    jobs: Pending,
+/// What the workers share.
+struct Controller {
+    client: Client,
+    caches: Caches,
+    /// Writes to CronJobs and to jobs that are not visible in the caches yet, by CronJob.
+    crons: Expectations,
+    jobs: Expectations,
 }
 
-impl Written {
-    /// The uids of the CronJobs whose writes are all visible in the caches.
-    fn settled(&self, caches: &Caches) -> HashSet<String> {
-        let of_cron = |(namespace, name): &Key| {
-            let cron = caches.cron_jobs.get(namespace, name);
-            cron.map(|c| revision(&*c))
-        };
-        let of_job =
-            |(namespace, name): &Key| caches.jobs.get(namespace, name).map(|j| revision(&*j));
-        let crons = caches.cron_jobs.list();
-        let jobs = self.jobs.all_settled(&crons, of_job);
-        let mut settled = self.crons.all_settled(&crons, of_cron);
-        settled.retain(|uid| jobs.contains(uid));
-        settled
-    }
+fn cron_of_job(job: &Job) -> Option<Key> {
+    let owner = controller_reference(job).filter(|o| o.kind == "CronJob")?;
+    Some((job.namespace().unwrap_or_default(), owner.name.clone()))
 }
 
 pub(super) async fn run(client: Client, caches: Caches) {
-    let mut changes = [caches.cron_jobs.changes(), caches.jobs.changes()];
-    let written = Written::default();
-    loop {
-        for receiver in &mut changes {
-            receiver.mark_unchanged();
-        }
-        let settled = written.settled(&caches);
-        let jobs = caches.jobs.list();
-        let crons = caches.cron_jobs.list();
-        let work = crons.iter().map(|cron| {
-            let ready = cron
-                .metadata
-                .uid
-                .as_ref()
-                .is_some_and(|uid| settled.contains(uid));
-            reconcile(&client, &written, (cron, ready), &jobs)
-        });
-        let waits = futures::future::join_all(work).await;
-        let most = waits.into_iter().flatten().fold(MAX_WAIT, Duration::min);
-        any_change(&mut changes, most).await;
-    }
+    let keys = Keys::new();
+    keys.watch(&caches.cron_jobs, |before, after| after.or(before).map(key));
+    keys.watch(&caches.jobs, |before, after| {
+        let crons = before.into_iter().chain(after).filter_map(cron_of_job);
+        crons.collect::<Vec<_>>()
+    });
+    let controller = Controller {
+        client,
+        caches,
+        crons: Expectations::default(),
+        jobs: Expectations::default(),
+    };
+    let turn = |cron: Key| controller.turn(cron);
+    keys.work(WORKERS, turn).await;
 }
 
-/// Reconciles one CronJob. Returns the maximum time until the next reconciliation.
-async fn reconcile(
-    client: &Client,
-    written: &Written,
-    (cron, settled): (&CronJob, bool),
-    jobs: &[Arc<Job>],
-) -> Option<Duration> {
-    let uid = cron.uid().unwrap_or_default();
-    if !settled {
-        return Some(Duration::from_secs(1));
+impl Controller {
+    async fn turn(&self, cron: Key) -> Next {
+        let caches = &self.caches;
+        let (crons, jobs) = (
+            caches.cron_jobs.latest_revision(),
+            caches.jobs.latest_revision(),
+        );
+        let waits = [
+            self.crons.pending(&cron, crons),
+            self.jobs.pending(&cron, jobs),
+        ];
+        if let Some(left) = waits.into_iter().flatten().max() {
+            // The change that shows the write queues the CronJob again.
+            return Next::After(left);
+        }
+        let Some(found) = caches.cron_jobs.get(&cron.0, &cron.1) else {
+            self.crons.forget(&cron);
+            self.jobs.forget(&cron);
+            return Next::Done;
+        };
+        let own = caches.jobs_of.get(&found.uid().unwrap_or_default());
+        Next::after(self.reconcile(&found, &own).await)
     }
-    let own = jobs.iter().filter(|job| {
-        job.metadata.namespace == cron.metadata.namespace && controller_of(&***job) == Some(&*uid)
-    });
-    let observed = Observed {
-        cron,
-        jobs: own.map(|j| &**j).collect(),
-        zone: zone(cron),
-        now: Timestamp::now(),
-    };
-    let plan = decide(&observed);
-    match execute(client, written, cron, plan).await {
-        Ok(wake) => wake,
-        Err(error) => {
-            tracing::debug!(%error, name = cron.name_any(), "reconcile of a CronJob failed, retrying");
-            Some(Duration::from_secs(1))
+
+    /// Reconciles one CronJob. Returns the maximum time until the next reconciliation.
+    async fn reconcile(&self, cron: &CronJob, own: &[Arc<Job>]) -> Option<Duration> {
+        let observed = Observed {
+            cron,
+            jobs: own.iter().map(|j| &**j).collect(),
+            zone: zone(cron),
+            now: Timestamp::now(),
+        };
+        let plan = decide(&observed);
+        match self.execute(cron, plan).await {
+            Ok(wake) => wake.map(|wake| wake.min(MAX_WAIT)),
+            Err(error) => {
+                tracing::debug!(%error, name = cron.name_any(), "reconcile of a CronJob failed, retrying");
+                Some(RETRY)
+            }
+        }
+    }
+
+    async fn execute(
+        &self,
+        cron: &CronJob,
+        mut plan: Plan,
+    ) -> Result<Option<Duration>, kube::Error> {
+        let (client, cron_key) = (&self.client, key(cron));
+        let api: Api<Job> = Api::namespaced(client.clone(), &cron_key.0);
+        for (reason, message) in std::mem::take(&mut plan.events) {
+            emit_event(client, cron, reason, message).await;
+        }
+        for name in &plan.replace {
+            self.delete(&api, cron, name).await?;
+        }
+        let mut failure = None;
+        if let Some((time, job)) = plan.start.take() {
+            match create(client, &api, cron, &job).await {
+                Ok(Some(job)) => {
+                    self.jobs.record(&cron_key, &job);
+                    let active = plan.status.active.get_or_insert_default();
+                    if active.iter().all(|a| a.uid != job.metadata.uid) {
+                        active.push(reference(&job));
+                    }
+                    plan.status.last_schedule_time = Some(Time(time));
+                }
+                Ok(None) => {}
+                Err(error) => failure = Some(error),
+            }
+        }
+        for name in &plan.clean {
+            self.delete(&api, cron, name).await?;
+        }
+        if cron.status.as_ref().unwrap_or(&Default::default()) != &plan.status {
+            let mut new = cron.clone();
+            new.status = Some(plan.status);
+            let crons: Api<CronJob> = Api::namespaced(client.clone(), &cron_key.0);
+            let parameters = PostParams::default();
+            let name = cron.name_any();
+            let cron = crons.replace_status(&name, &parameters, &new).await?;
+            self.crons.record(&cron_key, &cron);
+        }
+        failure.map_or(Ok(plan.wake), Err)
+    }
+
+    /// Deletes a job and its dependents.
+    async fn delete(&self, api: &Api<Job>, cron: &CronJob, name: &str) -> Result<(), kube::Error> {
+        let client = &self.client;
+        match api.delete(name, &DeleteParams::background()).await {
+            Ok(deleted) => {
+                if let Some(job) = deleted {
+                    self.jobs.record(&key(cron), &job);
+                }
+                let message = format!("Deleted job {name}");
+                emit_event(client, cron, "SuccessfulDelete", message).await;
+                Ok(())
+            }
+            Err(error) if code(&error) == Some(404) => Ok(()),
+            Err(error) => {
+                let message = format!("Deleted job: {error}");
+                emit_event(client, cron, "FailedDelete", message).await;
+                Err(error)
+            }
         }
     }
 }
@@ -110,51 +174,6 @@ fn zone(cron: &CronJob) -> Result<TimeZone, String> {
         || Ok(TimeZone::system()),
         |name| TimeZone::get(name).map_err(|e| e.to_string()),
     )
-}
-
-async fn execute(
-    client: &Client,
-    written: &Written,
-    cron: &CronJob,
-    mut plan: Plan,
-) -> Result<Option<Duration>, kube::Error> {
-    let (namespace, _) = key(cron);
-    let uid = cron.uid().unwrap_or_default();
-    let api: Api<Job> = Api::namespaced(client.clone(), &namespace);
-    for (reason, message) in std::mem::take(&mut plan.events) {
-        emit_event(client, cron, reason, message).await;
-    }
-    for name in &plan.replace {
-        delete(client, &api, written, cron, name).await?;
-    }
-    let mut failure = None;
-    if let Some((time, job)) = plan.start.take() {
-        match create(client, &api, cron, &job).await {
-            Ok(Some(job)) => {
-                written.jobs.record_write(&uid, &job);
-                let active = plan.status.active.get_or_insert_default();
-                if active.iter().all(|a| a.uid != job.metadata.uid) {
-                    active.push(reference(&job));
-                }
-                plan.status.last_schedule_time = Some(Time(time));
-            }
-            Ok(None) => {}
-            Err(error) => failure = Some(error),
-        }
-    }
-    for name in &plan.clean {
-        delete(client, &api, written, cron, name).await?;
-    }
-    if cron.status.as_ref().unwrap_or(&Default::default()) != &plan.status {
-        let mut new = cron.clone();
-        new.status = Some(plan.status);
-        let crons: Api<CronJob> = Api::namespaced(client.clone(), &namespace);
-        let parameters = PostParams::default();
-        let name = cron.name_any();
-        let cron = crons.replace_status(&name, &parameters, &new).await?;
-        written.crons.record_write(&uid, &cron);
-    }
-    failure.map_or(Ok(plan.wake), Err)
 }
 
 /// Creates a job. If a job of this name exists and belongs to the CronJob, returns it: its creation was not recorded.
@@ -178,33 +197,6 @@ async fn create(
         Err(error) => {
             let message = format!("Error creating job: {error}");
             emit_event(client, cron, "FailedCreate", message).await;
-            Err(error)
-        }
-    }
-}
-
-/// Deletes a job and its dependents.
-async fn delete(
-    client: &Client,
-    api: &Api<Job>,
-    written: &Written,
-    cron: &CronJob,
-    name: &str,
-) -> Result<(), kube::Error> {
-    match api.delete(name, &DeleteParams::background()).await {
-        Ok(deleted) => {
-            let uid = cron.uid().unwrap_or_default();
-            if let Some(job) = deleted {
-                written.jobs.record_deletion(&uid, &job);
-            }
-            let message = format!("Deleted job {name}");
-            emit_event(client, cron, "SuccessfulDelete", message).await;
-            Ok(())
-        }
-        Err(error) if code(&error) == Some(404) => Ok(()),
-        Err(error) => {
-            let message = format!("Deleted job: {error}");
-            emit_event(client, cron, "FailedDelete", message).await;
             Err(error)
         }
     }

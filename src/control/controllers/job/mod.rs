@@ -7,7 +7,7 @@ mod decide;
 mod pods;
 mod policy;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -19,8 +19,9 @@ use kube::{Client, ResourceExt as _};
 use serde_json::json;
 use tokio::time::Instant;
 
-use super::owned::{self, ByOwner, Failures, owner};
-use super::{Caches, Pending, any_change, event};
+use super::owned::{self, Failures, owner};
+use super::runtime::{Expectations, Keys, Next};
+use super::{Caches, controller_of, controller_reference, event};
 use crate::api::selector::Selector;
 use backoff::Backoff;
 pub(super) use decide::ended_with;
@@ -28,116 +29,184 @@ use decide::{Observed, Plan, decide, expires, finished};
 use holdfast_core::backoff::Doubling;
 use holdfast_core::lock::lock;
 use holdfast_kubeapi::Api;
-use holdfast_kubeapi::cache::{Key, key, revision};
+use holdfast_kubeapi::cache::{Key, key};
 use holdfast_kubeapi::client::code;
 
 const COMPONENT: &str = "job-controller";
 /// The value of `managedBy` for jobs of this controller.
 const CONTROLLER_NAME: &str = "kubernetes.io/job-controller";
-/// Maximum time between reconciliations without changes.
-const MAX_WAIT: Duration = Duration::from_secs(5);
+/// Number of jobs reconciled concurrently. Concurrent writes share a sync of the store.
+const WORKERS: usize = 16;
+/// How long to wait for a job that the API has and the cache does not show.
+const UNSEEN_JOB: Duration = Duration::from_secs(5);
 
 /// Initial and maximum back-off after a failed reconciliation.
 const RETRY_BACKOFF: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(60));
 
+/// What to reconcile.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Work {
+    Job(Key),
+    /// A pod that may have to be adopted, or lose its finalizer.
+    Pod(Key),
+    /// The uid of a deleted job.
+    Deleted(String),
+}
+
+fn work_of_job(before: Option<&Job>, after: Option<&Job>) -> Vec<Work> {
+    let uid = |job: &Job| job.uid();
+    let replaced = before.filter(|_| before.and_then(uid) != after.and_then(uid));
+    let deleted = replaced.and_then(uid).map(Work::Deleted);
+    let job = after.or(before).map(|job| Work::Job(key(job)));
+    job.into_iter().chain(deleted).collect()
+}
+
+/// The attributes of a pod that its job depends on.
+fn observed(pod: &Pod) -> impl PartialEq {
+    let meta = &pod.metadata;
+    let owners = (&meta.owner_references, &meta.labels, &meta.finalizers);
+    (owners, meta.deletion_timestamp.is_some(), &pod.status)
+}
+
+fn work_of_pod(before: Option<&Pod>, after: Option<&Pod>) -> Vec<Work> {
+    if before.map(observed) == after.map(observed) {
+        return vec![];
+    }
+    let job = |pod: &Pod| {
+        let owner = controller_reference(pod).filter(|o| o.kind == "Job")?;
+        Some(Work::Job((
+            pod.namespace().unwrap_or_default(),
+            owner.name.clone(),
+        )))
+    };
+    let jobs = before.into_iter().chain(after).filter_map(job);
+    let pod = after.filter(|pod| controller_of(*pod).is_none() || pods::is_tracked(pod));
+    jobs.chain(pod.map(|pod| Work::Pod(key(pod)))).collect()
+}
+
 /// State kept between reconciliations.
 struct Memory {
-    /// Writes to jobs and to pods that are not visible in the caches yet, by the job's uid. They are kept separately,
-    /// because a pod and a job may share a name.
-    jobs: Pending,
-    pods: Pending,
+    /// Writes to jobs and to pods that are not visible in the caches yet, by job.
+    jobs: Expectations,
+    pods: Expectations,
     /// Pod failures by the job's uid.
     failures: Mutex<HashMap<String, Backoff>>,
     retries: Failures,
 }
 
-impl Memory {
-    fn new() -> Memory {
-        Memory {
-            jobs: Pending::default(),
-            pods: Pending::default(),
-            failures: Mutex::default(),
-            retries: Failures::new(RETRY_BACKOFF),
-        }
-    }
-
-    /// The uids of the jobs whose writes are all visible in the caches.
-    fn settled(&self, caches: &Caches) -> HashSet<String> {
-        let of_job =
-            |(namespace, name): &Key| caches.jobs.get(namespace, name).map(|j| revision(&*j));
-        let of_pod =
-            |(namespace, name): &Key| caches.pods.get(namespace, name).map(|p| revision(&*p));
-        let jobs = caches.jobs.list();
-        let pods = self.pods.all_settled(&jobs, of_pod);
-        let mut settled = self.jobs.all_settled(&jobs, of_job);
-        settled.retain(|uid| pods.contains(uid));
-        settled
-    }
-
-    /// Removes the state of deleted jobs.
-    fn keep(&self, jobs: &[Arc<Job>]) {
-        let known: HashSet<&String> = jobs
-            .iter()
-            .filter_map(|j| j.metadata.uid.as_ref())
-            .collect();
-        lock(&self.failures).retain(|uid, _| known.contains(uid));
-        self.retries.keep(jobs);
-    }
+/// What the workers share.
+struct Controller {
+    client: Client,
+    caches: Caches,
+    keys: Arc<Keys<Work>>,
+    memory: Memory,
 }
 
 pub(super) async fn run(client: Client, caches: Caches) {
-    let mut changes = [caches.jobs.changes(), caches.pods.changes()];
-    let memory = Memory::new();
-    loop {
-        for receiver in &mut changes {
-            receiver.mark_unchanged();
-        }
-        let settled = memory.settled(&caches);
-        let (jobs, all) = (caches.jobs.list(), caches.pods.list());
-        let of = ByOwner::of(&all);
-        let ready = jobs.iter().filter(|job| {
-            job.metadata
-                .uid
-                .as_ref()
-                .is_some_and(|uid| settled.contains(uid))
-        });
-        let work = ready.map(|job| reconcile_job(&client, &memory, job, &of));
-        let waits = futures::future::join_all(work).await;
-        let orphans = all.iter().filter(|pod| is_orphan(pod, &caches));
-        let work = orphans.map(|pod| remove_finalizer(&client, &caches, pod));
-        futures::future::join_all(work).await;
-        memory.keep(&jobs);
-        let most = waits.into_iter().flatten().fold(MAX_WAIT, Duration::min);
-        any_change(&mut changes, most).await;
-    }
+    let controller = Controller {
+        client,
+        caches,
+        keys: Keys::new(),
+        memory: Memory {
+            jobs: Expectations::default(),
+            pods: Expectations::default(),
+            failures: Mutex::default(),
+            retries: Failures::new(RETRY_BACKOFF),
+        },
+    };
+    let (keys, caches) = (&controller.keys, &controller.caches);
+    keys.watch(&caches.jobs, work_of_job);
+    keys.watch(&caches.pods, work_of_pod);
+    let work = |work| controller.turn(work);
+    keys.work(WORKERS, work).await;
 }
 
-/// Reconciles one job. Returns the maximum time until the next reconciliation.
-async fn reconcile_job(
-    client: &Client,
-    memory: &Memory,
-    job: &Job,
-    of: &ByOwner<'_>,
-) -> Option<Duration> {
-    let uid = job.uid().unwrap_or_default();
-    if let Some(left) = memory.retries.pause(job, Instant::now()) {
-        return Some(left);
+impl Controller {
+    async fn turn(&self, work: Work) -> Next {
+        match work {
+            Work::Job(job) => self.reconcile_job(&job).await,
+            Work::Pod(pod) => self.reconcile_pod(&pod).await,
+            Work::Deleted(uid) => {
+                lock(&self.memory.failures).remove(&uid);
+                self.queue_tracked(&uid);
+                Next::Done
+            }
+        }
     }
-    let result = if finished(job).is_some() {
-        lock(&memory.failures).remove(&uid);
-        expire(client, job).await
-    } else if is_managed_elsewhere(job) {
-        return None;
-    } else {
-        reconcile(client, memory, job, of).await
-    };
-    let pause = memory
-        .retries
-        .record_result(job, result.is_err(), Instant::now());
-    result.unwrap_or_else(|error| {
-        tracing::debug!(%error, job = job.name_any(), "reconcile of a Job failed, retrying");
-        pause
-    })
+
+    /// Queues the pods of a finished or deleted job that have the tracking finalizer.
+    fn queue_tracked(&self, uid: &str) {
+        let pods = self.caches.pods_of.get(uid);
+        for pod in pods.iter().filter(|pod| pods::is_tracked(pod)) {
+            self.keys.add(Work::Pod(key(&**pod)));
+        }
+    }
+
+    async fn reconcile_job(&self, job: &Key) -> Next {
+        let (caches, memory) = (&self.caches, &self.memory);
+        let (jobs, pods) = (caches.jobs.latest_revision(), caches.pods.latest_revision());
+        let waits = [
+            memory.jobs.pending(job, jobs),
+            memory.pods.pending(job, pods),
+        ];
+        if let Some(left) = waits.into_iter().flatten().max() {
+            // The change that shows the write queues the job again.
+            return Next::After(left);
+        }
+        let Some(found) = caches.jobs.get(&job.0, &job.1) else {
+            memory.jobs.forget(job);
+            memory.pods.forget(job);
+            memory.retries.forget(job);
+            return Next::Done;
+        };
+        Next::after(self.step(&found).await)
+    }
+
+    /// Reconciles one job. Returns the maximum time until the next reconciliation.
+    async fn step(&self, job: &Job) -> Option<Duration> {
+        let (client, memory) = (&self.client, &self.memory);
+        let uid = job.uid().unwrap_or_default();
+        if let Some(left) = memory.retries.pause(job, Instant::now()) {
+            return Some(left);
+        }
+        let result = if finished(job).is_some() {
+            lock(&memory.failures).remove(&uid);
+            self.queue_tracked(&uid);
+            expire(client, job).await
+        } else if is_managed_elsewhere(job) {
+            return None;
+        } else {
+            let own = self.caches.pods_of.get(&uid);
+            let free = self.caches.free_pods.get(&key(job).0);
+            reconcile(client, memory, job, &own, &free).await
+        };
+        let pause = memory
+            .retries
+            .record_result(job, result.is_err(), Instant::now());
+        result.unwrap_or_else(|error| {
+            tracing::debug!(%error, job = job.name_any(), "reconcile of a Job failed, retrying");
+            pause
+        })
+    }
+
+    /// Removes the finalizer of a pod that no job counts, and queues the jobs that may adopt a pod without a controller.
+    async fn reconcile_pod(&self, (namespace, name): &Key) -> Next {
+        let Some(pod) = self.caches.pods.get(namespace, name) else {
+            return Next::Done;
+        };
+        if controller_of(&*pod).is_none() && !pods::is_deleting(&pod) {
+            let jobs = self.caches.jobs_in.get(namespace);
+            let fitting = jobs.iter().filter(|job| {
+                finished(job).is_none()
+                    && selector(job).is_some_and(|s| s.matches_labels(pod.labels()))
+            });
+            fitting.for_each(|job| self.keys.add(Work::Job(key(&**job))));
+        }
+        match is_orphan(&pod, &self.caches) {
+            true => remove_finalizer(&self.client, &self.caches, &pod).await,
+            false => Next::Done,
+        }
+    }
 }
 
 fn is_managed_elsewhere(job: &Job) -> bool {
@@ -175,12 +244,12 @@ async fn reconcile(
     client: &Client,
     memory: &Memory,
     job: &Job,
-    of: &ByOwner<'_>,
+    own: &[Arc<Pod>],
+    free: &[Arc<Pod>],
 ) -> Result<Option<Duration>, kube::Error> {
-    let (namespace, _) = key(job);
+    let job_key = key(job);
     let uid = job.uid().unwrap_or_default();
-    let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
-    let (own, free) = (of.get(&namespace, &uid), of.get(&namespace, ""));
+    let api: Api<Pod> = Api::namespaced(client.clone(), &job_key.0);
     if claim(client, &api, memory, job, own, free).await? {
         // Reconciled again when the cache shows the patched pods.
         return Ok(None);
@@ -188,7 +257,7 @@ async fn reconcile(
     let now = Timestamp::from_second(Timestamp::now().as_second()).unwrap_or_default();
     let observed = Observed {
         job,
-        pods: own.iter().map(|p| &***p).collect(),
+        pods: own.iter().map(|p| &**p).collect(),
         backoff: lock(&memory.failures)
             .get(&uid)
             .copied()
@@ -202,10 +271,15 @@ async fn reconcile(
     let release = plan.release.iter().map(|name| release(&api, name));
     for pod in futures::future::join_all(release).await {
         if let Some(pod) = pod? {
-            memory.pods.record_deletion(&uid, &pod);
+            memory.pods.record(&job_key, &pod);
         }
     }
     failure.map_or(Ok(plan.wake), Err)
+}
+
+fn selector(job: &Job) -> Option<Selector> {
+    let selector = job.spec.as_ref()?.selector.as_ref();
+    Selector::of_object(&serde_json::to_value(selector).ok()?)
 }
 
 /// Adopts matching pods without a controller and releases owned pods that do not match. Returns true if there were any.
@@ -214,13 +288,11 @@ async fn claim(
     api: &Api<Pod>,
     memory: &Memory,
     job: &Job,
-    own: &[&Arc<Pod>],
-    free: &[&Arc<Pod>],
+    own: &[Arc<Pod>],
+    free: &[Arc<Pod>],
 ) -> Result<bool, kube::Error> {
     let uid = job.uid().unwrap_or_default();
-    let selector = job.spec.as_ref().and_then(|s| s.selector.as_ref());
-    let selector = serde_json::to_value(selector).map_err(kube::Error::SerdeError)?;
-    let selector = Selector::of_object(&selector);
+    let selector = selector(job);
     let matches = |pod: &Pod| {
         let selector = selector.as_ref();
         selector.is_some_and(|s| s.matches_labels(pod.labels()))
@@ -253,7 +325,7 @@ async fn claim(
         let parameters = PatchParams::default();
         let patched = api.patch(&pod.name_any(), &parameters, &patch).await;
         if let Some(pod) = ignore_conflict(patched)? {
-            memory.pods.record_write(&uid, &pod);
+            memory.pods.record(&key(job), &pod);
         }
     }
     Ok(true)
@@ -267,7 +339,7 @@ async fn remove(
     job: &Job,
     plan: &Plan,
 ) -> Result<(), kube::Error> {
-    let uid = job.uid().unwrap_or_default();
+    let job_key = key(job);
     let deletions = plan.delete.iter().map(|surplus| async move {
         if surplus.untracked {
             release(api, &surplus.name).await?;
@@ -280,7 +352,7 @@ async fn remove(
         let (surplus, deleted) = deleted?;
         let Some(deleted) = deleted else { continue };
         if let Some(pod) = deleted {
-            memory.pods.record_deletion(&uid, &pod);
+            memory.pods.record(&job_key, &pod);
         }
         let message = format!("Deleted pod: {}", surplus.name);
         emit_event(client, job, "SuccessfulDelete", message).await;
@@ -307,7 +379,9 @@ async fn create(
         .iter()
         .map(|new| pods::object(job, new))
         .collect();
-    let (missing, failure) = owned::create(client, (job, COMPONENT), &pods, &memory.pods).await;
+    let job_key = key(job);
+    let record = |pod: &Pod| memory.pods.record(&job_key, pod);
+    let (missing, failure) = owned::create(client, (job, COMPONENT), &pods, record).await;
     let missing = i32::try_from(missing).unwrap_or(i32::MAX);
     let active = plan.status.active.unwrap_or(0).saturating_sub(missing);
     plan.status.active = (active > 0).then_some(active);
@@ -325,15 +399,15 @@ async fn write(
     if job.status.as_ref() == Some(&plan.status) {
         return Ok(());
     }
-    let (namespace, name) = key(job);
+    let job_key = key(job);
     let uid = job.uid().unwrap_or_default();
     let mut new = job.clone();
     new.status = Some(plan.status.clone());
-    let api: Api<Job> = Api::namespaced(client.clone(), &namespace);
+    let api: Api<Job> = Api::namespaced(client.clone(), &job_key.0);
     let written = api
-        .replace_status(&name, &PostParams::default(), &new)
+        .replace_status(&job_key.1, &PostParams::default(), &new)
         .await?;
-    memory.jobs.record_write(&uid, &written);
+    memory.jobs.record(&job_key, &written);
     lock(&memory.failures).insert(uid, plan.backoff);
     for (reason, message) in &plan.events {
         emit_event(client, job, reason, message.clone()).await;
@@ -365,25 +439,24 @@ fn is_orphan(pod: &Pod, caches: &Caches) -> bool {
 }
 
 /// Removes the finalizer of a pod that its job no longer counts.
-async fn remove_finalizer(client: &Client, caches: &Caches, pod: &Pod) {
+async fn remove_finalizer(client: &Client, caches: &Caches, pod: &Pod) -> Next {
     let (namespace, name) = key(pod);
-    let owner = pod
-        .owner_references()
-        .iter()
-        .find(|o| o.controller == Some(true));
+    let owner = controller_reference(pod);
     if let Some(owner) = owner.filter(|o| caches.jobs.get(&namespace, &o.name).is_none()) {
         // The cache may be stale: a job missing there may have been created recently.
         let jobs: Api<Job> = Api::namespaced(client.clone(), &namespace);
-        let deleted = match jobs.get_opt(&owner.name).await {
-            Ok(found) => found.is_none_or(|j| j.metadata.uid.as_ref() != Some(&owner.uid)),
-            Err(_) => false,
-        };
-        if !deleted {
-            return;
+        match jobs.get_opt(&owner.name).await {
+            Ok(Some(found)) if found.metadata.uid.as_ref() == Some(&owner.uid) => {
+                return Next::After(UNSEEN_JOB);
+            }
+            Ok(_) => {}
+            Err(_) => return Next::Retry,
         }
     }
     let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
     if let Err(error) = release(&api, &name).await {
         tracing::debug!(%error, name, "removing the finalizer from a pod of a deleted Job failed, retrying");
+        return Next::Retry;
     }
+    Next::Done
 }
