@@ -94,6 +94,10 @@ pub struct Caches {
     jobs_in: Index<Job>,
     /// The jobs by the uid of their controller.
     jobs_of: Index<Job>,
+    /// The pods, ReplicaSets and jobs by the uids of all their owners.
+    owned_pods: Index<Pod>,
+    owned_sets: Index<ReplicaSet>,
+    owned_jobs: Index<Job>,
 }
 
 impl Caches {
@@ -114,6 +118,9 @@ impl Caches {
             deployments_in: Index::new(&deployments, namespace_of),
             jobs_in: Index::new(&jobs, namespace_of),
             jobs_of: Index::new(&jobs, uids_of_controller),
+            owned_pods: Index::new(&pods, uids_of_owners),
+            owned_sets: Index::new(&replica_sets, uids_of_owners),
+            owned_jobs: Index::new(&jobs, uids_of_owners),
             pods,
             nodes: Cache::start(Api::all(client.clone()), config()),
             replica_sets,
@@ -205,6 +212,12 @@ fn uids_of_controller<K: Resource>(object: &K) -> Vec<String> {
         .map(str::to_owned)
         .into_iter()
         .collect()
+}
+
+/// The uids of all owners as the values of an index.
+fn uids_of_owners<K: Resource>(object: &K) -> Vec<String> {
+    let owners = object.meta().owner_references.iter().flatten();
+    owners.map(|o| o.uid.clone()).collect()
 }
 
 /// The namespace as the value of an index.

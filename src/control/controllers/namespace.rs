@@ -7,45 +7,61 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace, ServiceAccount};
 use kube::api::{DynamicObject, ListParams, PostParams};
 use kube::core::{ApiResource, GroupVersionKind};
-use kube::{Client, ResourceExt as _};
+use kube::{Client, Resource, ResourceExt as _};
 use serde_json::json;
 
 use super::Caches;
-use super::any_change;
+use super::runtime::{Keys, Next};
 use crate::api::resources::RESOURCES;
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::client::code;
 
+/// Number of namespaces reconciled concurrently.
+const WORKERS: usize = 4;
+/// How often the content of a terminating namespace is checked.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
+
 pub(super) async fn run(client: Client, caches: Caches, ca: String) {
-    let mut changes = [
-        caches.namespaces.changes(),
-        caches.accounts.changes(),
-        caches.config_maps.changes(),
-        caches.pods.changes(),
-    ];
-    loop {
-        for receiver in &mut changes {
-            receiver.mark_unchanged();
+    fn namespace<K: Resource>(object: Option<&K>) -> Option<String> {
+        object?.meta().namespace.clone()
+    }
+    let keys = Keys::new();
+    keys.watch(&caches.namespaces, |before, after| {
+        after.or(before).map(|namespace| namespace.name_any())
+    });
+    keys.watch(&caches.accounts, |before, after| {
+        let is_default = |account: &&ServiceAccount| account.name_any() == "default";
+        // Only the deletion of the account requires work.
+        namespace(before.filter(is_default).filter(|_| after.is_none()))
+    });
+    keys.watch(&caches.config_maps, |before, after| {
+        namespace(after.or(before))
+    });
+    // A terminating namespace waits for its pods.
+    keys.watch(&caches.pods, |before, after| {
+        namespace(before.filter(|_| after.is_none()))
+    });
+    let turn = |name: String| reconcile(&client, &caches, name, &ca);
+    keys.work(WORKERS, turn).await;
+}
+
+async fn reconcile(client: &Client, caches: &Caches, name: String, ca: &str) -> Next {
+    let Some(namespace) = caches.namespaces.get("", &name) else {
+        return Next::Done;
+    };
+    let (result, next) = if namespace.metadata.deletion_timestamp.is_some() {
+        let emptied = empty(client, caches, &namespace).await;
+        (emptied, Next::After(POLL_INTERVAL))
+    } else {
+        let ensured = ensure_defaults(client, caches, &name, ca).await;
+        (ensured, Next::Done)
+    };
+    match result {
+        Ok(()) => next,
+        Err(error) => {
+            tracing::debug!(%error, namespace = name, "reconcile of a namespace failed, retrying");
+            Next::Retry
         }
-        let mut unfinished = false;
-        for namespace in caches.namespaces.list() {
-            let result = if namespace.metadata.deletion_timestamp.is_some() {
-                unfinished = true;
-                empty(&client, &caches, &namespace).await
-            } else {
-                ensure_defaults(&client, &caches, &namespace.name_any(), &ca).await
-            };
-            if let Err(error) = result {
-                unfinished = true;
-                tracing::debug!(%error, namespace = namespace.name_any(), "reconcile of a namespace failed, retrying");
-            }
-        }
-        let most = if unfinished {
-            Duration::from_millis(500)
-        } else {
-            Duration::from_secs(30)
-        };
-        any_change(&mut changes, most).await;
     }
 }
 
