@@ -82,6 +82,8 @@ pub struct Caches {
     pods_of: Index<Pod>,
     /// The pods without a controller by namespace.
     free_pods: Index<Pod>,
+    /// The pods by the node that they are bound to.
+    pods_on: Index<Pod>,
     /// The ReplicaSets by namespace.
     sets_in: Index<ReplicaSet>,
     /// The ReplicaSets by the uid of their controller.
@@ -112,6 +114,9 @@ impl Caches {
         Caches {
             pods_of: Index::new(&pods, uids_of_controller),
             free_pods: Index::new(&pods, namespace_if_free),
+            pods_on: Index::new(&pods, |pod| {
+                nodes::node_of(pod).map(str::to_owned).into_iter().collect()
+            }),
             sets_in: Index::new(&replica_sets, namespace_of),
             sets_of: Index::new(&replica_sets, uids_of_controller),
             free_sets: Index::new(&replica_sets, namespace_if_free),

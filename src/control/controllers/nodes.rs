@@ -2,22 +2,24 @@
 //! pods become not ready. Pods that do not tolerate the taint are deleted, as are pods of deleted nodes
 //! (`pkg/controller/nodelifecycle`, `pkg/controller/tainteviction`, `pkg/controller/podgc`).
 
-use std::collections::{BTreeSet, HashMap, HashSet};
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use jiff::Timestamp;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Node, NodeCondition, Pod, Taint, Toleration};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use kube::api::{DeleteParams, Patch, PatchParams};
 use kube::runtime::watcher;
 use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
-use super::{Caches, any_change};
+use super::Caches;
+use super::runtime::{Keys, Next};
 use crate::api::object::later;
+use holdfast_core::lock::lock;
 use holdfast_core::node::taints::tolerates;
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::Cache;
@@ -27,8 +29,10 @@ use holdfast_kubeapi::client::code;
 const HEARTBEAT_GRACE: Duration = Duration::from_secs(50);
 /// How long a node must be missing before its pods are deleted: it may be registering again.
 const MISSING_GRACE: Duration = Duration::from_secs(40);
-/// Maximum time between reconciliations without changes.
+/// Interval at which the controller checks that its process runs, and of retries that no change announces.
 const MAX_WAIT: Duration = Duration::from_secs(5);
+/// Number of nodes reconciled concurrently.
+const WORKERS: usize = 4;
 
 const NOT_READY: &str = "node.kubernetes.io/not-ready";
 const UNREACHABLE: &str = "node.kubernetes.io/unreachable";
@@ -67,7 +71,7 @@ fn health(node: &Node, overdue: bool) -> Health {
 }
 
 /// The taints that a node should have; `None` if they are up to date. Taints of others are kept. Without `evict`, no
-/// NoExecute taint is set for the node's health: see [`can_evict`].
+/// NoExecute taint is set for the node's health: see [`Healths::can_evict`].
 fn taints(node: &Node, health: Health, evict: bool, now: Timestamp) -> Option<Vec<Taint>> {
     let spec = node.spec.clone().unwrap_or_default();
     let old = spec.taints.unwrap_or_default();
@@ -113,11 +117,32 @@ fn taints(node: &Node, health: Health, evict: bool, now: Timestamp) -> Option<Ve
     (new != old).then_some(new)
 }
 
-/// Whether pods are evicted because of their node's health. They are not if no node is ready. Then probably the control
-/// plane lost its connection, or the only node is being upgraded, and pods could not run elsewhere. Upstream calls this
-/// full disruption (`pkg/controller/nodelifecycle/node_lifecycle_controller.go`).
-fn can_evict(health: &[Health]) -> bool {
-    health.contains(&Health::Ready)
+/// The health of all nodes.
+#[derive(Debug, Default)]
+struct Healths {
+    nodes: HashMap<String, Health>,
+    ready: usize,
+}
+
+impl Healths {
+    /// Whether pods are evicted because of their node's health. They are not if no node is ready. Then probably the
+    /// control plane lost its connection, or the only node is being upgraded, and pods could not run elsewhere. Upstream
+    /// calls this full disruption (`pkg/controller/nodelifecycle/node_lifecycle_controller.go`).
+    fn can_evict(&self) -> bool {
+        self.ready > 0
+    }
+
+    /// Records the health of a node; `None` removes it. Returns whether [`Healths::can_evict`] has changed.
+    fn set(&mut self, node: &str, health: Option<Health>) -> bool {
+        let could_evict = self.can_evict();
+        let known = match health {
+            Some(health) => self.nodes.insert(node.to_owned(), health),
+            None => self.nodes.remove(node),
+        };
+        let count = |health| usize::from(health == Some(Health::Ready));
+        self.ready = (self.ready + count(health)).saturating_sub(count(known));
+        self.can_evict() != could_evict
+    }
 }
 
 /// A patch that sets the conditions of a node without heartbeats to Unknown; `None` if they already are.
@@ -176,19 +201,25 @@ struct Heartbeats {
 }
 
 impl Heartbeats {
-    /// Begins an observation and removes deleted nodes. Time in which this process was suspended or blocked is not
+    /// Begins an observation, at least every [`MAX_WAIT`]. Time in which this process was suspended or blocked is not
     /// counted against nodes, because their heartbeats of that time are not read yet.
-    fn begin_observation(&mut self, now: Instant, nodes: &[Arc<Node>]) {
-        let there: HashSet<&String> = nodes
-            .iter()
-            .filter_map(|n| n.metadata.name.as_ref())
-            .collect();
-        self.nodes.retain(|name, _| there.contains(name));
+    fn begin_observation(&mut self, now: Instant) {
         let since = self.observed_at.replace(now).unwrap_or(now);
         let missed = now.duration_since(since).saturating_sub(2 * MAX_WAIT);
+        if missed.is_zero() {
+            return;
+        }
         for (_, seen) in self.nodes.values_mut() {
             *seen += missed;
         }
+    }
+
+    /// The time until a node becomes overdue unless it sends a heartbeat; `None` if it is overdue.
+    fn time_left(&self, node: &str, now: Instant) -> Option<Duration> {
+        let (_, seen) = self.nodes.get(node)?;
+        let silent = now.duration_since(*seen);
+        let left = HEARTBEAT_GRACE.checked_sub(silent)?;
+        Some(left + Duration::from_millis(1))
     }
 
     /// Whether a node has sent no heartbeat for too long. A heartbeat is any change of
@@ -208,22 +239,33 @@ impl Heartbeats {
     }
 }
 
-fn log_failure(result: Result<(), kube::Error>, what: &str, name: &str) {
-    if let Err(error) = result
-        && !matches!(code(&error), Some(404 | 409))
-    {
-        tracing::warn!(%error, name, "{what} failed, retrying");
+/// Logs a failed write. Returns false if the write must be tried again: if the object was deleted or changed, the cache
+/// will show that.
+fn log_failure(result: Result<(), kube::Error>, what: &str, name: &str) -> bool {
+    match result {
+        Err(error) if !matches!(code(&error), Some(404 | 409)) => {
+            tracing::warn!(%error, name, "{what} failed, retrying");
+            false
+        }
+        _ => true,
     }
 }
 
 /// Reconciles a node's conditions and taints, and evicts its pods.
-async fn reconcile_node(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict: bool) {
+async fn reconcile_node(
+    client: &Client,
+    node: &Node,
+    pods: &[Arc<Pod>],
+    health: Health,
+    evict: bool,
+) -> Next {
     let (api, name, now) = (
         Api::<Node>::all(client.clone()),
         node.name_any(),
         Timestamp::now(),
     );
     let parameters = PatchParams::default();
+    let mut complete = true;
     if health == Health::Unreachable
         && let Some(patch) = unknown_conditions(node, now)
     {
@@ -234,46 +276,63 @@ async fn reconcile_node(client: &Client, node: &Node, pods: &[&Pod], health: Hea
         let result = api
             .patch_status(&name, &parameters, &Patch::Strategic(patch))
             .await;
-        log_failure(result.map(|_| ()), "writing a node's conditions", &name);
+        complete &= log_failure(result.map(|_| ()), "writing a node's conditions", &name);
     }
     if health == Health::Unreachable {
         for pod in pods {
-            set_not_ready(client, pod, now).await;
+            complete &= set_not_ready(client, pod, now).await;
         }
     }
+    let mut wake = None;
     if let Some(taints) = taints(node, health, evict, now) {
         let patch = json!({"metadata": {"resourceVersion": node.metadata.resource_version}, "spec": {"taints": taints}});
         let result = api.patch(&name, &parameters, &Patch::Merge(patch)).await;
-        log_failure(result.map(|_| ()), "tainting a node", &name);
         // The next reconciliation evicts pods, based on the stored taints.
-        return;
-    }
-    let taints = node.spec.as_ref().and_then(|s| s.taints.as_deref());
-    for pod in pods {
-        let spec = pod.spec.as_ref();
-        let tolerations = spec
-            .and_then(|s| s.tolerations.as_deref())
-            .unwrap_or_default();
-        let mirror = pod
-            .annotations()
-            .contains_key("kubernetes.io/config.mirror");
-        let over =
-            eviction_time(tolerations, taints.unwrap_or_default(), now).is_some_and(|at| at <= now);
-        if over && !mirror && pod.metadata.deletion_timestamp.is_none() {
-            delete(client, pod, &DeleteParams::default()).await;
+        complete &= log_failure(result.map(|_| ()), "tainting a node", &name);
+    } else {
+        for pod in pods {
+            match time_to_eviction(node, pod, now) {
+                Some(Duration::ZERO) => {
+                    complete &= delete(client, pod, &DeleteParams::default()).await;
+                }
+                left => wake = wake.into_iter().chain(left).min(),
+            }
         }
+    }
+    match complete {
+        true => Next::after(wake),
+        false => Next::Retry,
     }
 }
 
-/// Sets a pod to not ready, because its state is unknown.
-async fn set_not_ready(client: &Client, pod: &Pod, now: Timestamp) {
+/// The time until a pod must be deleted because of its node's taints; `None` if it stays or is being deleted.
+fn time_to_eviction(node: &Node, pod: &Pod, now: Timestamp) -> Option<Duration> {
+    let taints = node.spec.as_ref().and_then(|s| s.taints.as_deref());
+    let tolerations = pod.spec.as_ref().and_then(|s| s.tolerations.as_deref());
+    let mirror = pod
+        .annotations()
+        .contains_key("kubernetes.io/config.mirror");
+    if mirror || pod.metadata.deletion_timestamp.is_some() {
+        return None;
+    }
+    let at = eviction_time(
+        tolerations.unwrap_or_default(),
+        taints.unwrap_or_default(),
+        now,
+    )?;
+    Some(Duration::try_from(at.duration_since(now)).unwrap_or(Duration::ZERO))
+}
+
+fn is_ready(pod: &Pod) -> bool {
     let conditions = pod.status.as_ref().and_then(|s| s.conditions.as_deref());
-    if !conditions
-        .unwrap_or_default()
-        .iter()
-        .any(|c| c.type_ == "Ready" && c.status == "True")
-    {
-        return;
+    let mut conditions = conditions.unwrap_or_default().iter();
+    conditions.any(|c| c.type_ == "Ready" && c.status == "True")
+}
+
+/// Sets a pod to not ready, because its state is unknown. Returns false if the write must be tried again.
+async fn set_not_ready(client: &Client, pod: &Pod, now: Timestamp) -> bool {
+    if !is_ready(pod) {
+        return true;
     }
     let patch = json!({"status": {"conditions": [{"type": "Ready", "status": "False", "reason": "NodeNotReady", "lastTransitionTime": Time(now)}]}});
     let api: Api<Pod> = Api::namespaced(client.clone(), &pod.namespace().unwrap_or_default());
@@ -285,10 +344,11 @@ async fn set_not_ready(client: &Client, pod: &Pod, now: Timestamp) {
         result.map(|_| ()),
         "setting a pod's Ready condition to False",
         &name,
-    );
+    )
 }
 
-async fn delete(client: &Client, pod: &Pod, how: &DeleteParams) {
+/// Deletes a pod. Returns false if the deletion must be tried again.
+async fn delete(client: &Client, pod: &Pod, how: &DeleteParams) -> bool {
     let api: Api<Pod> = Api::namespaced(client.clone(), &pod.namespace().unwrap_or_default());
     let how = DeleteParams {
         preconditions: Some(kube::api::Preconditions {
@@ -306,47 +366,41 @@ async fn delete(client: &Client, pod: &Pod, how: &DeleteParams) {
         api.delete(&name, &how).await.map(|_| ()),
         "deleting a pod",
         &name,
-    );
+    )
 }
 
 /// The node that a pod is bound to.
-fn node_of(pod: &Pod) -> Option<&str> {
+pub(super) fn node_of(pod: &Pod) -> Option<&str> {
     let node = pod.spec.as_ref()?.node_name.as_deref();
     node.filter(|n| !n.is_empty())
 }
 
-/// Force-deletes the pods of nodes that have been missing for a while, because no agent can stop them.
-async fn delete_orphaned_pods(
-    client: &Client,
-    caches: &Caches,
-    missing_since: &mut HashMap<String, Instant>,
-) {
-    let pods = caches.pods.list();
-    let named: BTreeSet<&str> = pods.iter().filter_map(|p| node_of(p)).collect();
-    let missing: BTreeSet<String> = named
-        .into_iter()
-        .filter(|n| caches.nodes.get("", n).is_none())
-        .map(Into::into)
-        .collect();
-    missing_since.retain(|node, _| missing.contains(node));
-    for node in missing {
-        let since = *missing_since
-            .entry(node.clone())
-            .or_insert_with(Instant::now);
-        if since.elapsed() < MISSING_GRACE {
-            continue;
-        }
-        // The cache may be stale, so the API is read.
-        if !matches!(
-            Api::<Node>::all(client.clone()).get_opt(&node).await,
-            Ok(None)
-        ) {
-            continue;
-        }
-        for pod in pods.iter().filter(|p| node_of(p) == Some(&node)) {
-            delete(client, pod, &DeleteParams::default().grace_period(0)).await;
-        }
-    }
+/// The node of a pod that was bound or became ready. Other changes of a pod are no reason to evict it, or to set it to not
+/// ready.
+fn node_to_check(before: Option<&Pod>, after: Option<&Pod>) -> Option<String> {
+    let pod = after?;
+    let bound = before.and_then(node_of) != node_of(pod);
+    let became_ready = is_ready(pod) && !before.is_some_and(is_ready);
+    let node = node_of(pod).filter(|_| bound || became_ready);
+    node.map(str::to_owned)
+}
+
+/// State kept between reconciliations.
+#[derive(Default)]
+struct State {
+    heartbeats: Heartbeats,
+    healths: Healths,
+    /// Since when nodes that pods are bound to do not exist.
+    missing_since: HashMap<String, Instant>,
+}
+
+/// What the workers share.
+struct Controller {
+    client: Client,
+    caches: Caches,
+    leases: Cache<Lease>,
+    keys: Arc<Keys<String>>,
+    state: Mutex<State>,
 }
 
 /// Runs until the process exits.
@@ -356,33 +410,124 @@ pub(super) async fn run(client: Client, caches: Caches) {
         watcher::Config::default().streaming_lists(),
     );
     leases.synced().await;
-    let (mut heartbeats, mut missing_since) = (Heartbeats::default(), HashMap::new());
-    let mut changes = [caches.nodes.changes()];
-    loop {
-        changes[0].mark_unchanged();
-        let (nodes, pods) = (caches.nodes.list(), caches.pods.list());
+    let controller = Controller {
+        client,
+        caches,
+        leases,
+        keys: Keys::new(),
+        state: Mutex::default(),
+    };
+    let (keys, caches) = (&controller.keys, &controller.caches);
+    // The health of all nodes is known before the first of them is tainted.
+    for node in caches.nodes.list() {
+        controller.observe(&node);
+    }
+    let name = |object: &ObjectMeta| object.name.clone();
+    keys.watch(&caches.nodes, move |before, after| {
+        after.or(before).and_then(|node| name(&node.metadata))
+    });
+    keys.watch(&controller.leases, move |_, after| {
+        after.and_then(|lease| name(&lease.metadata))
+    });
+    keys.watch(&caches.pods, node_to_check);
+    let turn = |node: String| controller.turn(node);
+    tokio::join!(keys.work(WORKERS, turn), controller.observe_time());
+}
+
+impl Controller {
+    /// Notices the time in which this process does not run.
+    async fn observe_time(&self) {
+        loop {
+            tokio::time::sleep(MAX_WAIT).await;
+            lock(&self.state)
+                .heartbeats
+                .begin_observation(Instant::now());
+        }
+    }
+
+    /// Records the health of a node. Returns the health, whether to evict pods, and the time until the node is overdue.
+    fn observe(&self, node: &Node) -> (Health, bool, Option<Duration>) {
+        let name = node.name_any();
+        let lease = self.leases.get("kube-node-lease", &name);
         let now = Instant::now();
-        heartbeats.begin_observation(now, &nodes);
-        let states: Vec<Health> = nodes
-            .iter()
-            .map(|node| {
-                let lease = leases.get("kube-node-lease", &node.name_any());
-                health(node, heartbeats.is_overdue(node, lease.as_deref(), now))
-            })
-            .collect();
-        let evict = can_evict(&states);
-        let mut of_node: HashMap<&str, Vec<&Pod>> = HashMap::new();
-        for pod in &pods {
-            if let Some(node) = node_of(pod) {
-                of_node.entry(node).or_default().push(pod);
+        let mut state = lock(&self.state);
+        state.heartbeats.begin_observation(now);
+        let overdue = state.heartbeats.is_overdue(node, lease.as_deref(), now);
+        let left = state.heartbeats.time_left(&name, now);
+        let health = health(node, overdue);
+        state.missing_since.remove(&name);
+        let changed = state.healths.set(&name, Some(health));
+        let evict = state.healths.can_evict();
+        drop(state);
+        if changed {
+            self.queue_all();
+        }
+        (health, evict, left)
+    }
+
+    /// Queues all nodes, because they depend on whether any node is ready.
+    fn queue_all(&self) {
+        for node in self.caches.nodes.list() {
+            self.keys.add(node.name_any());
+        }
+    }
+
+    async fn turn(&self, name: String) -> Next {
+        let Some(node) = self.caches.nodes.get("", &name) else {
+            return self.delete_orphaned_pods(&name).await;
+        };
+        let (health, evict, left) = self.observe(&node);
+        let taints = node.spec.as_ref().and_then(|s| s.taints.as_deref());
+        let evicts = |taint: &Taint| taint.effect == "NoExecute";
+        let needs_pods =
+            health == Health::Unreachable || taints.unwrap_or_default().iter().any(evicts);
+        let pods = match needs_pods {
+            true => self.caches.pods_on.get(&name),
+            false => vec![],
+        };
+        match reconcile_node(&self.client, &node, &pods, health, evict).await {
+            Next::Done => Next::after(left),
+            Next::After(wake) => Next::After(left.map_or(wake, |left| left.min(wake))),
+            Next::Retry => Next::Retry,
+        }
+    }
+
+    /// Force-deletes the pods of a node that has been missing for a while, because no agent can stop them.
+    async fn delete_orphaned_pods(&self, node: &str) -> Next {
+        let pods = self.caches.pods_on.get(node);
+        let waits = {
+            let mut state = lock(&self.state);
+            state.heartbeats.nodes.remove(node);
+            if state.healths.set(node, None) {
+                self.queue_all();
             }
+            if pods.is_empty() {
+                state.missing_since.remove(node);
+                return Next::Done;
+            }
+            let since = state.missing_since.entry(node.to_owned());
+            let since = since.or_insert_with(Instant::now);
+            MISSING_GRACE.saturating_sub(since.elapsed())
+        };
+        if !waits.is_zero() {
+            return Next::After(waits);
         }
-        for (node, health) in nodes.iter().zip(states) {
-            let own = of_node.remove(node.name_any().as_str()).unwrap_or_default();
-            reconcile_node(&client, node, &own, health, evict).await;
+        // The cache may be stale, so the API is read.
+        match Api::<Node>::all(self.client.clone()).get_opt(node).await {
+            Ok(None) => {}
+            Ok(Some(_)) => return Next::After(MAX_WAIT),
+            Err(_) => return Next::Retry,
         }
-        delete_orphaned_pods(&client, &caches, &mut missing_since).await;
-        any_change(&mut changes, MAX_WAIT).await;
+        let mut complete = true;
+        for pod in &pods {
+            let at_once = DeleteParams::default().grace_period(0);
+            complete &= delete(&self.client, pod, &at_once).await;
+        }
+        match complete {
+            // A finalizer may keep pods.
+            true => Next::After(MAX_WAIT),
+            false => Next::Retry,
+        }
     }
 }
 
@@ -483,10 +628,21 @@ mod tests {
     #[test]
     fn no_pod_is_evicted_while_no_node_is_ready() {
         use Health::{NotReady, Ready, Unreachable};
-        assert!(
-            !can_evict(&[]) && !can_evict(&[Unreachable]) && !can_evict(&[Unreachable, NotReady])
-        );
-        assert!(can_evict(&[Unreachable, Ready]));
+        let mut healths = Healths::default();
+        assert!(!healths.can_evict());
+        for (node, health, changes, can_evict) in [
+            ("a", Some(Unreachable), false, false),
+            ("b", Some(NotReady), false, false),
+            ("b", Some(Ready), true, true),
+            ("b", Some(Ready), false, true),
+            ("a", Some(Ready), false, true),
+            ("b", None, false, true),
+            ("b", None, false, true),
+            ("a", Some(NotReady), true, false),
+        ] {
+            assert_eq!(healths.set(node, health), changes, "{node} {health:?}");
+            assert_eq!(healths.can_evict(), can_evict, "{node} {health:?}");
+        }
         let tainted = json!({"taints": [{"key": UNREACHABLE, "effect": "NoSchedule"}, {"key": UNREACHABLE, "effect": "NoExecute"}]});
         let kept = taints(&node("Unknown", tainted), Unreachable, false, at(0)).expect("a change");
         assert_eq!(kept.len(), 1);
@@ -540,13 +696,14 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn time_while_the_controller_was_stopped_is_not_counted_as_silence() {
-        let (mut heartbeats, node) = (Heartbeats::default(), Arc::new(node("True", json!({}))));
-        let nodes = [Arc::clone(&node)];
+        let (mut heartbeats, node) = (Heartbeats::default(), node("True", json!({})));
         let start = Instant::now();
         let mut overdue_at = |seconds: u64| {
             let now = start + Duration::from_secs(seconds);
-            heartbeats.begin_observation(now, &nodes);
-            heartbeats.is_overdue(&node, None, now)
+            heartbeats.begin_observation(now);
+            let overdue = heartbeats.is_overdue(&node, None, now);
+            assert_eq!(heartbeats.time_left("n", now).is_none(), overdue);
+            overdue
         };
         assert!(!overdue_at(0) && !overdue_at(5) && !overdue_at(10));
         assert!(
@@ -559,6 +716,23 @@ mod tests {
             Some(&3635),
             "the grace period begins when the process continues"
         );
+    }
+
+    #[test]
+    fn only_bound_and_ready_pods_are_a_reason_to_check_their_node() {
+        let pod = |node: &str, ready: &str, note: &str| -> Pod {
+            serde_json::from_value(json!({"metadata": {"name": "p", "annotations": {"note": note}}, "spec": {"nodeName": node, "containers": []},
+                "status": {"conditions": [{"type": "Ready", "status": ready}]}}))
+            .expect("a pod")
+        };
+        let of = |before: &Pod, after: &Pod| node_to_check(Some(before), Some(after));
+        let bound = pod("n", "False", "");
+        assert_eq!(of(&pod("", "False", ""), &bound).as_deref(), Some("n"));
+        assert_eq!(of(&bound, &pod("n", "True", "")).as_deref(), Some("n"));
+        assert_eq!(of(&bound, &pod("n", "False", "other")), None);
+        assert_eq!(of(&pod("n", "True", ""), &bound), None);
+        assert_eq!(node_to_check(None, Some(&bound)).as_deref(), Some("n"));
+        assert_eq!(node_to_check(Some(&bound), None), None);
     }
 
     #[test]
