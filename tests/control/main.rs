@@ -15,4 +15,5 @@ mod server;
 mod statuses;
 mod tables;
 mod updates;
+mod workloads;
 mod writes;

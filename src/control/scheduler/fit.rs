@@ -5,115 +5,213 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{Node, Pod, Taint};
-use kube::ResourceExt as _;
 
 use super::storage::Storage;
 use holdfast_core::node::taints::tolerates;
 use holdfast_core::pod::resources::{Amounts, requests};
 use holdfast_core::quantity::Quantity;
+use holdfast_kubeapi::cache::Key;
 
-/// The pods of a node and their resource requests.
-#[derive(Debug, Default)]
-struct Taken {
-    pods: Vec<Arc<Pod>>,
+/// What scheduling needs of a pod. It is computed once, not once per node.
+#[derive(Debug, Clone)]
+struct Needs {
+    pod: Arc<Pod>,
     requests: Amounts,
     /// Requests used for scoring, in the order of [`DEFAULT_REQUESTS`].
     weights: [i64; 2],
 }
 
-impl Taken {
-    fn add(&mut self, pod: &Arc<Pod>) {
-        for (name, amount) in requests(pod) {
-            let sum = self.requests.entry(name).or_default();
-            *sum = *sum + amount;
+impl Needs {
+    fn of(pod: &Arc<Pod>) -> Needs {
+        let requests = requests(pod);
+        Needs {
+            weights: DEFAULT_REQUESTS.map(|(name, default)| weight(pod, &requests, name, default)),
+            requests,
+            pod: Arc::clone(pod),
         }
-        for (sum, (name, default_request)) in self.weights.iter_mut().zip(DEFAULT_REQUESTS) {
-            *sum = sum.saturating_add(weight(pod, name, default_request));
-        }
-        self.pods.push(Arc::clone(pod));
     }
 }
 
-/// The use of all nodes. It is summed up once per scheduling cycle, not once per pending pod.
+/// The pods of a node and the sums of their requests.
 #[derive(Debug, Default)]
-pub struct Cluster(HashMap<String, Taken>);
+struct Taken {
+    pods: BTreeMap<Key, Needs>,
+    requests: Amounts,
+    weights: [i64; 2],
+    /// The number of pods by the uid of their controller.
+    siblings: HashMap<String, usize>,
+}
 
-impl Cluster {
-    /// Sums up all pods. `assumed` maps the uids of pods whose binding is not visible in the cache yet to their nodes.
-    pub fn of(pods: &[Arc<Pod>], assumed: &HashMap<String, String>) -> Cluster {
-        let mut cluster = Cluster::default();
-        for pod in pods {
-            if let Some(node) = node_of(pod, assumed) {
-                cluster.add(node, pod);
+impl Taken {
+    fn add(&mut self, key: Key, needs: Needs) {
+        for (name, amount) in &needs.requests {
+            let sum = self.requests.entry(name.clone()).or_default();
+            *sum = *sum + *amount;
+        }
+        for (sum, weight) in self.weights.iter_mut().zip(needs.weights) {
+            *sum = sum.saturating_add(weight);
+        }
+        if let Some(owner) = owner(&needs.pod) {
+            *self.siblings.entry(owner.to_owned()).or_default() += 1;
+        }
+        self.pods.insert(key, needs);
+    }
+
+    fn remove(&mut self, key: &Key) -> Option<Needs> {
+        let needs = self.pods.remove(key)?;
+        for (name, amount) in &needs.requests {
+            if let Some(sum) = self.requests.get_mut(name) {
+                *sum = *sum - *amount;
             }
         }
-        cluster
+        for (sum, weight) in self.weights.iter_mut().zip(needs.weights) {
+            *sum = sum.saturating_sub(weight);
+        }
+        if let Some(owner) = owner(&needs.pod)
+            && let Some(count) = self.siblings.get_mut(owner)
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.siblings.remove(owner);
+            }
+        }
+        Some(needs)
     }
+}
 
-    /// Adds a pod to a node.
-    pub fn add(&mut self, node: &str, pod: &Arc<Pod>) {
-        match self.0.get_mut(node) {
-            Some(taken) => taken.add(pod),
-            None => self.0.entry(node.to_owned()).or_default().add(pod),
+/// What scheduling needs of a node.
+#[derive(Debug, PartialEq)]
+struct Candidate {
+    labels: Option<BTreeMap<String, String>>,
+    /// See [`taints`].
+    taints: Vec<Taint>,
+    allocatable: Amounts,
+}
+
+impl Candidate {
+    fn of(node: &Node) -> Candidate {
+        let allocatable = node.status.as_ref().and_then(|s| s.allocatable.as_ref());
+        Candidate {
+            labels: node.metadata.labels.clone(),
+            taints: taints(node),
+            allocatable: allocatable
+                .map(holdfast_core::pod::resources::amounts)
+                .unwrap_or_default(),
         }
     }
 }
 
-/// Chooses a node, or returns the message why no node fits.
-pub fn choose(
-    pod: &Pod,
-    nodes: &[Arc<Node>],
-    cluster: &Cluster,
-    storage: &Storage,
-) -> Result<String, String> {
-    if nodes.is_empty() {
-        return Err("no nodes available to schedule pods".into());
+/// The nodes and their use, kept up to date with each change of a pod or node.
+#[derive(Debug, Default)]
+pub struct Cluster {
+    nodes: BTreeMap<String, (Arc<Node>, Candidate)>,
+    taken: HashMap<String, Taken>,
+    /// The nodes of the pods.
+    places: HashMap<Key, String>,
+}
+
+impl Cluster {
+    /// Records a node, or its deletion. Returns whether the change may let a pod fit, or changes why no node fits.
+    pub fn set_node(&mut self, name: &str, node: Option<&Arc<Node>>) -> bool {
+        let Some(node) = node else {
+            return self.nodes.remove(name).is_some();
+        };
+        let candidate = Candidate::of(node);
+        let before = self.nodes.get(name);
+        let changed = before.is_none_or(|(_, before)| *before != candidate);
+        self.nodes
+            .insert(name.to_owned(), (Arc::clone(node), candidate));
+        changed
     }
-    let nothing = Taken::default();
+
+    /// The node with this name.
+    #[must_use]
+    pub fn node(&self, name: &str) -> Option<&Arc<Node>> {
+        self.nodes.get(name).map(|(node, _)| node)
+    }
+
+    /// Records the node whose resources a pod uses; `None` if it uses none. Returns whether resources became free.
+    pub fn place(&mut self, key: &Key, place: Option<(&str, &Arc<Pod>)>) -> bool {
+        let needs = place.map(|(node, pod)| (node, Needs::of(pod)));
+        let before = self.places.remove(key).and_then(|node| {
+            let taken = self.taken.get_mut(&node)?;
+            let needs = taken.remove(key)?;
+            if taken.pods.is_empty() {
+                self.taken.remove(&node);
+            }
+            Some((node, needs.requests))
+        });
+        let Some((node, needs)) = needs else {
+            return before.is_some();
+        };
+        let freed = before.is_some_and(|(old, requests)| {
+            let less = |(name, amount)| needs.requests.get(name).is_none_or(|new| new < amount);
+            old != node || requests.iter().any(less)
+        });
+        let taken = self.taken.entry(node.to_owned()).or_default();
+        taken.add(key.clone(), needs);
+        self.places.insert(key.clone(), node.to_owned());
+        freed
+    }
+}
+
+/// Why no node fits.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Unfit {
+    /// The message for the user.
+    pub message: String,
+    /// Whether the message changes when pods release resources.
+    pub on_resources: bool,
+}
+
+/// Chooses a node, or returns why no node fits.
+pub fn choose(pod: &Arc<Pod>, cluster: &Cluster, storage: &Storage) -> Result<String, Unfit> {
+    if cluster.nodes.is_empty() {
+        return Err(Unfit {
+            message: "no nodes available to schedule pods".into(),
+            on_resources: false,
+        });
+    }
+    let (nothing, needs) = (Taken::default(), Needs::of(pod));
     let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
-    let mut best: Option<(Score, String)> = None;
-    for node in nodes {
-        let name = node.name_any();
-        let here = cluster.0.get(&name).unwrap_or(&nothing);
-        match fits(pod, node, here, storage) {
+    let mut on_resources = false;
+    let mut best: Option<(Score, &String)> = None;
+    for (name, node) in &cluster.nodes {
+        let here = cluster.taken.get(name).unwrap_or(&nothing);
+        match fits(&needs, node, here, storage) {
             Ok(score) => {
                 if best.as_ref().is_none_or(|(other, _)| score > *other) {
                     best = Some((score, name));
                 }
             }
-            Err(why) => {
-                for reason in why {
+            Err(refusal) => {
+                on_resources |= refusal.on_resources;
+                for reason in refusal.why {
                     *reasons.entry(reason).or_default() += 1;
                 }
             }
         }
     }
-    best.map(|(_, name)| name).ok_or_else(|| {
+    best.map(|(_, name)| name.clone()).ok_or_else(|| {
         let mut texts: Vec<String> = reasons.into_iter().map(|(reason, count)| format!("{count} {reason}")).collect();
         texts.sort();
-        let all = nodes.len();
-        format!(
+        let all = cluster.nodes.len();
+        let message = format!(
             "0/{all} nodes are available: {}. preemption: 0/{all} nodes are available: {all} Preemption is not helpful for scheduling.",
             texts.join(", ")
-        )
+        );
+        Unfit { message, on_resources }
     })
 }
 
 /// The node whose resources a pod uses.
-fn node_of<'a>(pod: &'a Pod, assumed: &'a HashMap<String, String>) -> Option<&'a str> {
+pub fn node_of(pod: &Pod) -> Option<&str> {
     let phase = pod.status.as_ref().and_then(|s| s.phase.as_deref());
     if matches!(phase, Some("Succeeded" | "Failed")) {
         return None;
     }
-    let bound = pod
-        .spec
-        .as_ref()
-        .and_then(|s| s.node_name.as_deref())
-        .filter(|n| !n.is_empty());
-    bound.or_else(|| {
-        let uid = pod.metadata.uid.as_ref()?;
-        assumed.get(uid).map(String::as_str)
-    })
+    let bound = pod.spec.as_ref()?.node_name.as_deref();
+    bound.filter(|n| !n.is_empty())
 }
 
 /// The score of a node for a pod; higher is better. At equal merit, the node with fewer pods wins.
@@ -155,17 +253,32 @@ fn taints(node: &Node) -> Vec<Taint> {
 
 const UNSCHEDULABLE: &str = "node.kubernetes.io/unschedulable";
 
-fn fits(pod: &Pod, node: &Node, here: &Taken, storage: &Storage) -> Result<Score, Vec<String>> {
+/// Why a node does not fit.
+#[derive(Default)]
+struct Refusal {
+    why: Vec<String>,
+    /// Whether pods on the node use what the pod requests.
+    on_resources: bool,
+}
+
+fn fits(
+    needs: &Needs,
+    (node, candidate): &(Arc<Node>, Candidate),
+    here: &Taken,
+    storage: &Storage,
+) -> Result<Score, Refusal> {
     let mut why = Vec::new();
+    let pod = &*needs.pod;
     let Some(spec) = &pod.spec else {
-        return Err(vec!["node(s) cannot run a pod without a spec".into()]);
+        return Err(Refusal {
+            why: vec!["node(s) cannot run a pod without a spec".into()],
+            ..Refusal::default()
+        });
     };
     let tolerations = spec.tolerations.as_deref().unwrap_or_default();
-    let hard = |t: &Taint| matches!(t.effect.as_str(), "NoSchedule" | "NoExecute");
-    let refused: Vec<Taint> = taints(node)
-        .into_iter()
-        .filter(|t| hard(t) && !tolerates(tolerations, t))
-        .collect();
+    let hard = |t: &&Taint| matches!(t.effect.as_str(), "NoSchedule" | "NoExecute");
+    let hard = candidate.taints.iter().filter(hard);
+    let refused: Vec<&Taint> = hard.filter(|t| !tolerates(tolerations, t)).collect();
     if refused.iter().any(|t| t.key == UNSCHEDULABLE) {
         why.push("node(s) were unschedulable".to_owned());
     } else if !refused.is_empty() {
@@ -174,36 +287,33 @@ fn fits(pod: &Pod, node: &Node, here: &Taken, storage: &Storage) -> Result<Score
     if !holdfast_core::node::node_affinity::pod_matches(pod, node) {
         why.push("node(s) didn't match Pod's node affinity/selector".into());
     }
-    if holdfast_core::pod::resources::ports_clash(pod, here.pods.iter().map(|p| &**p)) {
+    why.extend(storage.check(pod, node));
+    let others = why.len();
+    if holdfast_core::pod::resources::ports_clash(pod, here.pods.values().map(|p| &*p.pod)) {
         why.push("node(s) didn't have free ports for the requested pod ports".into());
     }
-    why.extend(storage.check(pod, node));
-    let allocatable: Amounts = node
-        .status
-        .as_ref()
-        .and_then(|s| s.allocatable.as_ref())
-        .map(holdfast_core::pod::resources::amounts)
-        .unwrap_or_default();
+    let allocatable = &candidate.allocatable;
     let capacity = |name: &str| allocatable.get(name).copied().unwrap_or(Quantity::ZERO);
     if i64::try_from(here.pods.len()).unwrap_or(i64::MAX) + 1 > capacity("pods").units() {
         why.push("Too many pods".into());
     }
-    for (name, amount) in requests(pod) {
-        let taken = here.requests.get(&name).copied().unwrap_or(Quantity::ZERO);
-        if !amount.is_zero() && taken + amount > capacity(&name) {
+    for (name, amount) in &needs.requests {
+        let taken = here.requests.get(name).copied().unwrap_or(Quantity::ZERO);
+        if !amount.is_zero() && taken + *amount > capacity(name) {
             why.push(format!("Insufficient {name}"));
         }
     }
     if why.is_empty() {
-        Ok(score(pod, here, &allocatable))
+        Ok(score(needs, here, allocatable))
     } else {
-        Err(why)
+        let on_resources = why.len() > others;
+        Err(Refusal { why, on_resources })
     }
 }
 
 /// A pod's request of a resource for scoring, in millicores or bytes.
-fn weight(pod: &Pod, name: &str, default_request: i64) -> i64 {
-    let request = requests(pod).get(name).copied().unwrap_or(Quantity::ZERO);
+fn weight(pod: &Pod, requests: &Amounts, name: &str, default_request: i64) -> i64 {
+    let request = requests.get(name).copied().unwrap_or(Quantity::ZERO);
     if request.is_zero() {
         let containers = pod.spec.as_ref().map_or(1, |s| s.containers.len().max(1));
         return default_request.saturating_mul(i64::try_from(containers).unwrap_or(i64::MAX));
@@ -225,29 +335,21 @@ fn owner(pod: &Pod) -> Option<&str> {
 
 /// Computes the merit of a node. The mean free share of CPU and memory with the pod on the node counts 0 to 100. Few
 /// pods of the same owner count up to 200.
-fn score(pod: &Pod, here: &Taken, allocatable: &Amounts) -> Score {
-    let free = |((name, default_request), taken): ((&str, i64), &i64)| {
+fn score(needs: &Needs, here: &Taken, allocatable: &Amounts) -> Score {
+    let free = |index: usize| {
+        let (name, _) = DEFAULT_REQUESTS[index];
         let all = allocatable.get(name).copied().unwrap_or(Quantity::ZERO);
         let all = if name == "cpu" {
             all.milli()
         } else {
             all.units()
         };
-        let used = taken.saturating_add(weight(pod, name, default_request));
+        let used = here.weights[index].saturating_add(needs.weights[index]);
         all.saturating_sub(used).max(0).saturating_mul(100) / all.max(1)
     };
-    let room = DEFAULT_REQUESTS
-        .into_iter()
-        .zip(&here.weights)
-        .map(free)
-        .sum::<i64>()
-        / 2;
-    let own = owner(pod);
-    let siblings = here
-        .pods
-        .iter()
-        .filter(|other| own.is_some() && owner(other) == own)
-        .count();
+    let room = (0..DEFAULT_REQUESTS.len()).map(free).sum::<i64>() / 2;
+    let siblings = owner(&needs.pod).and_then(|own| here.siblings.get(own));
+    let siblings = siblings.copied().unwrap_or(0);
     let spread = 200 / (i64::try_from(siblings).unwrap_or(i64::MAX - 1) + 1);
     Score {
         merit: room + spread,
@@ -258,16 +360,72 @@ fn score(pod: &Pod, here: &Taken, allocatable: &Amounts) -> Score {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use holdfast_kubeapi::cache::key;
+    use kube::ResourceExt as _;
     use serde_json::{Value, json};
 
+    /// Chooses a node among `nodes`. `assumed` maps the uids of pods whose binding is not visible yet to their nodes.
     fn choose(
-        pod: &Pod,
+        pod: &Arc<Pod>,
         nodes: &[Arc<Node>],
         pods: &[Arc<Pod>],
         assumed: &HashMap<String, String>,
         storage: &Storage,
     ) -> Result<String, String> {
-        super::choose(pod, nodes, &Cluster::of(pods, assumed), storage)
+        let mut cluster = Cluster::default();
+        for node in nodes {
+            cluster.set_node(&node.name_any(), Some(node));
+        }
+        for pod in pods {
+            let assumed = pod.metadata.uid.as_ref().and_then(|uid| assumed.get(uid));
+            let node = node_of(pod).or(assumed.map(String::as_str));
+            cluster.place(&key(&**pod), node.map(|node| (node, pod)));
+        }
+        super::choose(pod, &cluster, storage).map_err(|unfit| unfit.message)
+    }
+
+    /// The sums of a cluster after any changes are those of a cluster that was created from the result.
+    #[test]
+    fn a_cluster_follows_changes_of_pods_and_nodes() {
+        let mut cluster = Cluster::default();
+        let on = |node: &str, cpu: &str| {
+            let requests = json!({"cpu": cpu});
+            pod(
+                "p",
+                node,
+                json!({"containers": [{"name": "c", "resources": {"requests": requests}}]}),
+            )
+        };
+        let (small, large) = (on("a", "1"), on("a", "2"));
+        let key = key(&*small);
+        let mut place = |place| cluster.place(&key, place);
+        assert!(!place(None), "an unknown pod frees nothing");
+        assert!(!place(Some(("a", &small))));
+        assert!(!place(Some(("a", &small))));
+        assert!(!place(Some(("a", &large))), "more resources");
+        assert!(place(Some(("a", &small))), "fewer resources");
+        assert!(place(Some(("b", &small))), "another node");
+        assert_eq!(
+            cluster.taken["b"].requests["cpu"],
+            "1".parse().expect("a quantity")
+        );
+        assert_eq!(cluster.taken["b"].weights, [1000, 200 << 20]);
+        assert_eq!(cluster.taken.len(), 1);
+        assert!(cluster.place(&key, None));
+        assert!(cluster.taken.is_empty() && cluster.places.is_empty());
+
+        let plain = node("a", json!({}));
+        let beat = json!({"status": {"conditions": [{"type": "Ready", "status": "True", "lastHeartbeatTime": "2026-01-01T00:00:00Z"}]}});
+        let mut set = |node: Option<&Arc<Node>>| cluster.set_node("a", node);
+        assert!(set(Some(&plain)));
+        assert!(!set(Some(&node("a", beat))), "a heartbeat changes nothing");
+        let cordoned = node("a", json!({"spec": {"unschedulable": true}}));
+        assert!(set(Some(&cordoned)) && set(Some(&plain)));
+        let labelled = node("a", json!({"metadata": {"labels": {"new": "1"}}}));
+        assert!(set(Some(&labelled)));
+        let larger = json!({"status": {"allocatable": {"cpu": "4"}}});
+        assert!(set(Some(&node("a", larger))));
+        assert!(set(None) && !set(None));
     }
 
     fn node(name: &str, extra: Value) -> Arc<Node> {

@@ -1,15 +1,19 @@
 //! The scheduler: assigns a node to every pending pod (`pkg/scheduler/schedule_one.go`).
 //!
-//! `fit` decides; this module watches, binds and reports. Bindings that are not visible in the cache yet are assumed,
-//! so that a burst does not overcommit a node.
+//! `pending` decides which pods to evaluate, and `fit` chooses a node. Both follow the changes of pods and nodes, so the
+//! cost of a change does not depend on the number of pods. This module watches, binds and reports. Bindings that are not
+//! visible in the cache yet are assumed, so that a burst does not overcommit a node.
 
 mod fit;
+mod pending;
 mod storage;
 
-use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::StreamExt as _;
+use futures::future::BoxFuture;
+use futures::stream::FuturesUnordered;
 use k8s_openapi::api::core::v1::{
     Binding, ObjectReference, PersistentVolume, PersistentVolumeClaim, Pod,
 };
@@ -17,218 +21,202 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{Patch, PatchParams};
 use kube::{Client, ResourceExt as _};
 use serde_json::json;
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::controllers::Caches;
 use fit::Cluster;
-use holdfast_core::backoff::Doubling;
+use holdfast_core::volume::claims;
 use holdfast_kubeapi::Api;
+use holdfast_kubeapi::cache::{Changed, Key};
+use pending::{Hint, Hints, Pending};
 use storage::{Storage, Wanted};
 
-/// Initial and maximum back-off before an unschedulable pod is evaluated again.
-const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(10));
-
-/// Minimum time between evaluations of an unschedulable pod, even if the cluster has changed. It limits the work for
-/// many pending pods to one evaluation per second.
-const MIN_RETRY: Duration = Duration::from_secs(1);
-
-/// Minimum wait for pods in back-off: pods that become due within this time are evaluated together.
+/// Minimum wait for pods that become due later: pods that become due within this time are evaluated together.
 const MIN_WAIT: Duration = Duration::from_millis(250);
 
-struct Waiting {
-    message: String,
-    /// When the pod was last evaluated.
-    tried: Instant,
-    next: Instant,
-    retry: Doubling,
-    /// The generation of the evaluated spec.
-    generation: Option<i64>,
+/// The result of a write for a pod.
+struct Written {
+    key: Key,
+    uid: Option<String>,
+    outcome: Outcome,
 }
 
-impl Waiting {
-    /// When to evaluate the pod again. `capacity_changed` is when the cluster last changed in a way that may let the pod
-    /// fit.
-    fn due(&self, pod: &Pod, capacity_changed: Instant) -> Instant {
-        if self.generation != pod.metadata.generation {
-            return self.tried;
-        }
-        if capacity_changed > self.tried {
-            return self.next.min(self.tried + MIN_RETRY);
-        }
-        self.next
-    }
+enum Outcome {
+    Bound,
+    /// The binding of the pod, or of its claims, failed.
+    Failed,
+    /// The claims of the pod are to be bound, or the refusal is reported.
+    Reported,
 }
 
-/// Detects changes of the cluster that may let an unschedulable pod fit.
-struct CapacityChanges {
-    /// The uids of the pods that use resources of a node.
-    taken: HashSet<String>,
-    /// When the last such change was detected.
-    changed: Instant,
-}
-
-impl CapacityChanges {
-    /// Records the current pods. `others` is set if anything but pods has changed.
-    fn observe(&mut self, pods: &[Arc<Pod>], others: bool, now: Instant) {
-        let takes = |pod: &&Arc<Pod>| {
-            let node = pod.spec.as_ref().and_then(|s| s.node_name.as_deref());
-            node.is_some_and(|n| !n.is_empty()) && !holdfast_core::pod::is_terminal(pod)
-        };
-        let uids = pods.iter().filter(takes).filter_map(|pod| pod.uid());
-        let taken: HashSet<String> = uids.collect();
-        if others || self.taken.iter().any(|uid| !taken.contains(uid)) {
-            self.changed = now;
-        }
-        self.taken = taken;
-    }
-}
-
-/// The pods to schedule now, by descending priority. Removes the state of pods that are no longer pending.
-fn due<'a>(
-    all: &'a [Arc<Pod>],
-    assumed: &mut HashMap<String, String>,
-    waiting: &mut HashMap<String, Waiting>,
-    capacity_changed: Instant,
-    now: Instant,
-) -> Vec<&'a Arc<Pod>> {
-    let mut queue: Vec<&Arc<Pod>> = all.iter().filter(|p| needs_node(p)).collect();
-    let uids = queue.iter().filter_map(|p| p.metadata.uid.as_deref());
-    let uids: HashSet<&str> = uids.collect();
-    assumed.retain(|uid, _| uids.contains(uid.as_str()));
-    waiting.retain(|uid, _| uids.contains(uid.as_str()));
-    queue.retain(|pod| {
-        let known = pod.metadata.uid.as_ref().and_then(|uid| waiting.get(uid));
-        known.is_none_or(|known| known.due(pod, capacity_changed) <= now)
-    });
-    queue.sort_by_cached_key(|p| {
-        (
-            std::cmp::Reverse(p.spec.as_ref().and_then(|s| s.priority).unwrap_or(0)),
-            p.metadata.creation_timestamp.as_ref().map(|t| t.0),
-            p.name_any(),
-        )
-    });
-    queue
-}
-
-/// The time until the next pod is due, unless something changes.
-fn next_due(
-    all: &[Arc<Pod>],
-    waiting: &HashMap<String, Waiting>,
-    capacity_changed: Instant,
-) -> Duration {
-    let known = |pod: &Arc<Pod>| waiting.get(pod.metadata.uid.as_ref()?);
-    let dues = all
-        .iter()
-        .filter_map(|pod| Some(known(pod)?.due(pod, capacity_changed)));
-    let next = dues.min();
-    next.map_or(Duration::from_secs(30), |next| {
-        next.saturating_duration_since(Instant::now())
-    })
+/// The scheduler's view of the cluster, and its writes in progress.
+struct Scheduler {
+    client: Client,
+    caches: Caches,
+    cluster: Cluster,
+    pending: Pending,
+    writes: FuturesUnordered<BoxFuture<'static, Written>>,
 }
 
 /// Schedules pods until the process exits.
 pub async fn run(client: Client, caches: Caches) {
-    let Caches {
-        pods,
-        nodes,
-        claims,
-        volumes,
-        classes,
-        ..
-    } = caches;
+    let (mut pods, mut nodes) = (caches.pods.read_changes(), caches.nodes.read_changes());
     tokio::join!(
-        pods.synced(),
-        nodes.synced(),
-        claims.synced(),
-        volumes.synced(),
-        classes.synced()
+        caches.claims.synced(),
+        caches.volumes.synced(),
+        caches.classes.synced()
     );
-    let mut assumed: HashMap<String, String> = HashMap::new();
-    let mut waiting: HashMap<String, Waiting> = HashMap::new();
-    let (mut pod_changes, mut node_changes) = (pods.changes(), nodes.changes());
-    let (mut claim_changes, mut volume_changes) = (claims.changes(), volumes.changes());
-    let mut class_changes = classes.changes();
-    let mut capacity = CapacityChanges {
-        taken: HashSet::new(),
-        changed: Instant::now(),
+    let mut storage = [
+        caches.claims.changes(),
+        caches.volumes.changes(),
+        caches.classes.changes(),
+    ];
+    storage.iter_mut().for_each(watch::Receiver::mark_unchanged);
+    let [claims, volumes, classes] = &mut storage;
+    let mut scheduler = Scheduler {
+        client,
+        caches,
+        cluster: Cluster::default(),
+        pending: Pending::default(),
+        writes: FuturesUnordered::new(),
     };
+    let (first_pods, first_nodes) = tokio::join!(pods.next(), nodes.next());
+    for (key, node) in first_nodes {
+        scheduler.cluster.set_node(&key.1, node.now.as_ref());
+    }
+    scheduler.observe_pods(first_pods);
     loop {
-        let others = [
-            &node_changes,
-            &claim_changes,
-            &volume_changes,
-            &class_changes,
-        ];
-        let others = others
-            .iter()
-            .any(|changes| changes.has_changed().unwrap_or(true));
-        class_changes.mark_unchanged();
-        pod_changes.mark_unchanged();
-        node_changes.mark_unchanged();
-        claim_changes.mark_unchanged();
-        volume_changes.mark_unchanged();
-        let all = pods.list();
+        scheduler.schedule();
         let now = Instant::now();
-        capacity.observe(&all, others, now);
-        let queue = due(&all, &mut assumed, &mut waiting, capacity.changed, now);
-        // The sums are not needed if no pod is due.
-        let mut cluster = match queue.is_empty() {
-            true => Cluster::default(),
-            false => Cluster::of(&all, &assumed),
-        };
-        let node_list = nodes.list();
-        let mut storage = Storage {
-            claims: claims.list(),
-            volumes: volumes.list(),
-            classes: classes.list(),
-        };
-        let mut bindings = Vec::new();
-        for pod in queue {
-            let uid = pod.uid().unwrap_or_default();
-            if assumed.contains_key(&uid) {
-                continue;
-            }
-            let chosen = fit::choose(pod, &node_list, &cluster, &storage);
-            // Claims that wait for their first consumer are bound first; the pod is then evaluated again.
-            if let Ok(node) = &chosen
-                && let Some(node) = node_list.iter().find(|n| n.name_any() == *node)
-                && let Some(wanted) = storage.reserve(pod, node)
-            {
-                waiting.remove(&uid);
-                select(&client, wanted).await;
-                continue;
-            }
-            match chosen {
-                Ok(node) => {
-                    assumed.insert(uid.clone(), node.clone());
-                    cluster.add(&node, pod);
-                    waiting.remove(&uid);
-                    let (client, pod) = (client.clone(), Arc::clone(pod));
-                    bindings.push(async move { (uid, bind(&client, &pod, &node).await) });
-                }
-                Err(message) => refuse(&client, pod, message, &mut waiting).await,
-            }
-        }
-        for (uid, bound) in futures::future::join_all(bindings).await {
-            if !bound {
-                assumed.remove(&uid);
-            }
-        }
-        let most = next_due(&all, &waiting, capacity.changed);
+        let due = scheduler
+            .pending
+            .next_due()
+            .map(|due| due.max(now + MIN_WAIT));
         tokio::select! {
-            // All branches are cancel-safe: the next cycle reads the caches again.
-            _ = pod_changes.changed() => {}
-            _ = node_changes.changed() => {}
-            _ = claim_changes.changed() => {}
-            _ = volume_changes.changed() => {}
-            _ = class_changes.changed() => {}
-            () = tokio::time::sleep(most.max(MIN_WAIT)) => {}
+            // All branches are cancel-safe: changes that are not taken stay with their reader.
+            changed = pods.next() => scheduler.observe_pods(changed),
+            changed = nodes.next() => {
+                let mut relevant = false;
+                for (key, node) in changed {
+                    relevant |= scheduler.cluster.set_node(&key.1, node.now.as_ref());
+                }
+                if relevant {
+                    scheduler.pending.hint(Hint::Nodes, Instant::now());
+                }
+            }
+            // A cache lives as long as the scheduler, so `changed` fails only when the process exits.
+            _ = claims.changed() => scheduler.pending.hint(Hint::Storage, Instant::now()),
+            _ = volumes.changed() => scheduler.pending.hint(Hint::Storage, Instant::now()),
+            _ = classes.changed() => scheduler.pending.hint(Hint::Storage, Instant::now()),
+            Some(written) = scheduler.writes.next() => scheduler.finish(written),
+            () = sleep_until(due) => {}
+        }
+    }
+}
+
+/// Waits indefinitely without a time.
+async fn sleep_until(time: Option<Instant>) {
+    match time {
+        Some(time) => tokio::time::sleep_until(time).await,
+        None => std::future::pending().await,
+    }
+}
+
+impl Scheduler {
+    /// Records changed pods.
+    fn observe_pods(&mut self, changed: impl IntoIterator<Item = (Key, Changed<Pod>)>) {
+        let mut freed = false;
+        for (key, Changed { now, deleted }) in changed {
+            let waits = now.as_ref().filter(|pod| needs_node(pod));
+            let assumed = deleted.is_none() && waits.is_some() && self.pending.is_assumed(&key);
+            if !assumed {
+                let place = now.as_ref().and_then(|pod| Some((fit::node_of(pod)?, pod)));
+                freed |= self.cluster.place(&key, place);
+            }
+            self.pending.observe(&key, waits);
+        }
+        if freed {
+            self.pending.hint(Hint::Resources, Instant::now());
+        }
+    }
+
+    /// Evaluates the due pods.
+    fn schedule(&mut self) {
+        let due = self.pending.take_due(Instant::now());
+        let mut storage = None;
+        for (key, pod) in due {
+            let has_claims = !claims::of_pod(&pod).is_empty();
+            // Most pods have no claims, and need no copy of these lists.
+            let storage = match has_claims {
+                true => storage.get_or_insert_with(|| Storage {
+                    claims: self.caches.claims.list(),
+                    volumes: self.caches.volumes.list(),
+                    classes: self.caches.classes.list(),
+                }),
+                false => &mut Storage::default(),
+            };
+            self.evaluate(key, pod, storage, has_claims);
+        }
+    }
+
+    fn evaluate(&mut self, key: Key, pod: Arc<Pod>, storage: &mut Storage, has_claims: bool) {
+        let (client, now) = (self.client.clone(), Instant::now());
+        let node = match fit::choose(&pod, &self.cluster, storage) {
+            Ok(node) => node,
+            Err(unfit) => {
+                let hints = Hints {
+                    resources: unfit.on_resources,
+                    storage: has_claims,
+                };
+                if self.pending.refuse(&key, &unfit.message, hints, now) {
+                    self.write(&key, &pod, refuse(client, Arc::clone(&pod), unfit.message));
+                }
+                return;
+            }
+        };
+        // Claims that wait for their first consumer are bound first; the pod is then evaluated again.
+        if let Some(found) = self.cluster.node(&node)
+            && let Some(wanted) = storage.reserve(&pod, found)
+        {
+            self.pending.wait_for_storage(&key, now);
+            self.write(&key, &pod, select(client, wanted));
+            return;
+        }
+        self.pending.assume(&key);
+        self.cluster.place(&key, Some((&node, &pod)));
+        self.write(&key, &pod, bind(client, Arc::clone(&pod), node));
+    }
+
+    /// Starts a write for a pod.
+    fn write(&self, key: &Key, pod: &Pod, write: impl Future<Output = Outcome> + Send + 'static) {
+        let (key, uid) = (key.clone(), pod.uid());
+        self.writes.push(Box::pin(async move {
+            Written {
+                key,
+                uid,
+                outcome: write.await,
+            }
+        }));
+    }
+
+    fn finish(&mut self, written: Written) {
+        let (key, now) = (&written.key, Instant::now());
+        match written.outcome {
+            Outcome::Failed if self.pending.has(key, written.uid.as_deref()) => {
+                if self.pending.is_assumed(key) && self.cluster.place(key, None) {
+                    self.pending.hint(Hint::Resources, now);
+                }
+                self.pending.retry(key, now);
+            }
+            Outcome::Failed | Outcome::Bound | Outcome::Reported => {}
         }
     }
 }
 
 /// Requests the binding of a pod's claims from the binder.
-async fn select(client: &Client, wanted: Vec<Wanted>) {
+async fn select(client: Client, wanted: Vec<Wanted>) -> Outcome {
+    let mut outcome = Outcome::Reported;
     for desired in wanted {
         let (name, result) = match desired {
             Wanted::Volume(volume, patch) => {
@@ -255,8 +243,10 @@ async fn select(client: &Client, wanted: Vec<Wanted>) {
         };
         if let Err(error) = result {
             tracing::debug!(%error, name, "writing the volume or node of a claim failed; deciding again");
+            outcome = Outcome::Failed;
         }
     }
+    outcome
 }
 
 fn needs_node(pod: &Pod) -> bool {
@@ -271,8 +261,8 @@ fn needs_node(pod: &Pod) -> bool {
         && spec.scheduling_gates.as_ref().is_none_or(Vec::is_empty)
 }
 
-async fn bind(client: &Client, pod: &Pod, node: &str) -> bool {
-    let (namespace, name) = holdfast_kubeapi::cache::key(pod);
+async fn bind(client: Client, pod: Arc<Pod>, node: String) -> Outcome {
+    let (namespace, name) = holdfast_kubeapi::cache::key(&*pod);
     let binding = Binding {
         metadata: ObjectMeta {
             name: Some(name.clone()),
@@ -282,7 +272,7 @@ async fn bind(client: &Client, pod: &Pod, node: &str) -> bool {
         },
         target: ObjectReference {
             kind: Some("Node".into()),
-            name: Some(node.into()),
+            name: Some(node.clone()),
             ..ObjectReference::default()
         },
     };
@@ -292,51 +282,24 @@ async fn bind(client: &Client, pod: &Pod, node: &str) -> bool {
     match result {
         Ok(_) => {
             event(
-                client,
-                pod,
+                &client,
+                &pod,
                 "Scheduled",
                 format!("Successfully assigned {namespace}/{name} to {node}"),
             )
             .await;
-            true
+            Outcome::Bound
         }
         Err(error) => {
             tracing::debug!(%error, name, "binding a pod failed; scheduling it again");
-            false
+            Outcome::Failed
         }
     }
 }
 
-/// Reports why a pod is unschedulable, once per change of the reason.
-async fn refuse(
-    client: &Client,
-    pod: &Pod,
-    message: String,
-    waiting: &mut HashMap<String, Waiting>,
-) {
-    let uid = pod.uid().unwrap_or_default();
-    let now = Instant::now();
-    let known = waiting.get(&uid);
-    let mut retry = known.map_or(RETRY, |w| w.retry);
-    let reason_changed = known.is_none_or(|w| w.message != message);
-    // If the pod was evaluated early and the change did not help, its back-off continues.
-    let next = known
-        .filter(|w| w.next > now && !reason_changed)
-        .map(|w| w.next);
-    waiting.insert(
-        uid,
-        Waiting {
-            message: message.clone(),
-            tried: now,
-            next: next.unwrap_or_else(|| now + retry.pause()),
-            retry,
-            generation: pod.metadata.generation,
-        },
-    );
-    if !reason_changed {
-        return;
-    }
-    let (namespace, name) = holdfast_kubeapi::cache::key(pod);
+/// Reports why a pod is unschedulable.
+async fn refuse(client: Client, pod: Arc<Pod>, message: String) -> Outcome {
+    let (namespace, name) = holdfast_kubeapi::cache::key(&*pod);
     let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
     let patch = json!({"status": {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message,
         "lastTransitionTime": super::api::object::now(), "observedGeneration": pod.metadata.generation}]}});
@@ -346,7 +309,8 @@ async fn refuse(
     {
         tracing::debug!(%error, name, "writing the PodScheduled condition of an unschedulable pod failed");
     }
-    event(client, pod, "FailedScheduling", message).await;
+    event(&client, &pod, "FailedScheduling", message).await;
+    Outcome::Reported
 }
 
 async fn event(client: &Client, pod: &Pod, reason: &str, message: String) {
@@ -360,76 +324,4 @@ async fn event(client: &Client, pod: &Pod, reason: &str, message: String) {
         message,
     )
     .await;
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn pod(uid: &str, node: &str, phase: &str) -> Arc<Pod> {
-        let pod = json!({"metadata": {"name": uid, "uid": uid, "generation": 1},
-            "spec": {"nodeName": node, "containers": []}, "status": {"phase": phase}});
-        Arc::new(serde_json::from_value(pod).expect("a pod"))
-    }
-
-    #[test]
-    fn a_pending_pod_is_evaluated_after_its_back_off_or_when_a_change_may_help() {
-        let start = Instant::now();
-        let at = |millis| start + Duration::from_millis(millis);
-        let mut capacity = CapacityChanges {
-            taken: HashSet::new(),
-            changed: start,
-        };
-        let waiting = Waiting {
-            message: String::new(),
-            tried: at(100),
-            next: at(10_100),
-            retry: RETRY,
-            generation: Some(1),
-        };
-        let waits = pod("w", "", "Pending");
-        let mut pods = vec![
-            Arc::clone(&waits),
-            pod("a", "n", "Running"),
-            pod("b", "n", "Running"),
-        ];
-        capacity.observe(&pods, false, at(200));
-        assert_eq!(
-            waiting.due(&waits, capacity.changed),
-            at(10_100),
-            "new pods free no room"
-        );
-        pods.push(pod("c", "n", "Pending"));
-        capacity.observe(&pods, false, at(300));
-        assert_eq!(waiting.due(&waits, capacity.changed), at(10_100));
-        pods[1] = pod("a", "n", "Succeeded");
-        capacity.observe(&pods, false, at(400));
-        assert_eq!(
-            waiting.due(&waits, capacity.changed),
-            at(1100),
-            "a pod that terminates frees room"
-        );
-        capacity.changed = start;
-        pods.remove(2);
-        capacity.observe(&pods, false, at(500));
-        assert_eq!(
-            waiting.due(&waits, capacity.changed),
-            at(1100),
-            "a deleted pod frees room too"
-        );
-        capacity.changed = start;
-        capacity.observe(&pods, true, at(600));
-        assert_eq!(
-            waiting.due(&waits, capacity.changed),
-            at(1100),
-            "a changed node may have room"
-        );
-        let mut changed = (*waits).clone();
-        changed.metadata.generation = Some(2);
-        assert_eq!(
-            waiting.due(&changed, start),
-            at(100),
-            "a changed pod spec is evaluated immediately"
-        );
-    }
 }

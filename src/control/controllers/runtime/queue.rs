@@ -3,7 +3,7 @@
 //! The rules are those of upstream's work queue (`client-go/util/workqueue/queue.go`, `delaying_queue.go`,
 //! `default_rate_limiters.go`). A key is in the queue at most once. A key is in work at one worker at most; a change
 //! meanwhile queues the key again when that worker finishes. In one point the rules differ: taking a key cancels its
-//! timer, because each reconciliation decides anew when the next one is due.
+//! timer, because each reconciliation decides again when the next one is due.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::hash::Hash;
