@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use holdfast_cni::net::netlink::Socket;
+use holdfast_net::netlink::Socket;
 use serde_json::{Value, json};
 
 const ROUNDS: usize = 30;

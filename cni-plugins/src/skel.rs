@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use serde_json::{Value, json};
 
 use crate::cni::{Error, Json, Owner, Success, VERSIONS, at_least};
-use crate::net::netns;
+use holdfast_net::netns;
 
 /// The largest configuration, in bytes.
 const INPUT_LIMIT: u64 = 4 << 20;

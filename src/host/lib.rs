@@ -5,6 +5,7 @@
 pub mod cgroups;
 pub mod cni_cache;
 pub mod iptables;
+pub mod leases;
 pub mod linux;
 mod pod_host;
 pub mod serving;

@@ -11,7 +11,6 @@ pub mod failure;
 pub mod fifo;
 pub mod file;
 pub mod kmsg;
-pub mod leases;
 pub mod link;
 pub mod logind;
 pub mod loop_device;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::TryStreamExt as _;
-use holdfast_cni::net::local;
-pub use holdfast_cni::net::local::{clear, client};
+use holdfast_net::local;
+pub use holdfast_net::local::{clear, client};
 use nix::sys::socket::{setsockopt, sockopt};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;

@@ -8,7 +8,7 @@ use super::frame::{CLIENT_PORT, SERVER_PORT, from_servers, to_servers};
 use super::lease::Lease;
 use super::message::{Message, kind, option};
 use crate::cni::Error;
-use crate::net::packet::Packets;
+use holdfast_net::packet::Packets;
 
 /// Time to wait for the first answer before retransmitting; doubled after each attempt.
 const FIRST_WAIT: Duration = Duration::from_secs(1);
@@ -205,7 +205,7 @@ fn accept_answer(answer: &Message) -> Result<Lease, Error> {
 
 fn random() -> Result<u32, Error> {
     let mut bytes = [0; 4];
-    crate::net::random(&mut bytes)
+    holdfast_net::random(&mut bytes)
         .map_err(|e| Error::doing("reading a random number failed", e))?;
     Ok(u32::from_ne_bytes(bytes))
 }

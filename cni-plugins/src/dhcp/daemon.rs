@@ -21,10 +21,10 @@ use super::lease::{Lease, LeaseAction};
 use super::message::option;
 use crate::cni::{Error, Json, cni_args, digest};
 use crate::ipam::owners::Namespace;
-use crate::net::link::{Change, parse_mac};
-use crate::net::local;
-use crate::net::netlink::Socket;
 use crate::net::netns;
+use holdfast_net::link::{Change, parse_mac};
+use holdfast_net::local;
+use holdfast_net::netlink::Socket;
 
 /// The largest request, in bytes.
 const LIMIT: u64 = 4 << 20;

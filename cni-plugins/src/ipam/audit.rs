@@ -9,8 +9,8 @@ use super::owners::{Namespace, OwnerState, Record};
 use super::results;
 use super::store::Store;
 use crate::cni::Error;
-use crate::net::netlink::Socket;
 use crate::net::netns;
+use holdfast_net::netlink::Socket;
 
 /// The longest time from a reservation until the runtime lists the sandbox. The kubelet's deadline for
 /// `RunPodSandbox` is twice `runtimeRequestTimeout`, 4 minutes by default; afterwards the runtime cleans up.

@@ -1,38 +1,23 @@
-//! The only code of the plugins that talks to the kernel: netlink messages,
-//! links, routes, nftables, traffic control, namespaces, sysctls.
+//! The rules that plugins write and find in the kernel, and firewalld. `holdfast_net` has the kernel interfaces.
+//!
+//! Plugins use tables with the names of the reference plugins, so that either implementation can clean up after the other. No
+//! module lists a whole ruleset; modules request chains by name. ADD only adds rules: after a transaction that deletes,
+//! closing the socket waits for an RCU grace period of the kernel.
 
-pub mod bridge;
-pub mod conntrack;
 pub mod dbus;
 pub mod firewalld;
-pub mod link;
-pub mod local;
-pub mod netlink;
+pub mod hostport;
+pub mod iptables;
+pub mod masquerade;
 pub mod netns;
-pub mod nft;
-pub mod packet;
-pub mod route;
-pub mod sysctl;
-pub mod tap;
-pub mod traffic;
+pub mod spoof;
 
-/// Runs `work` so that the sockets and devices it creates get an SELinux label. An empty label changes nothing.
-pub fn with_socket_label<T>(
-    label: &str,
-    work: impl FnOnce() -> std::io::Result<T>,
-) -> std::io::Result<T> {
-    const ATTRIBUTE: &str = "/proc/thread-self/attr/sockcreate";
-    if label.is_empty() {
-        return work();
+use std::io;
+
+/// The result of a deletion, without the error that another process has already deleted the object.
+fn ignore_missing(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
     }
-    std::fs::write(ATTRIBUTE, label)?;
-    let result = work();
-    std::fs::write(ATTRIBUTE, "")?;
-    result
-}
-
-/// Fills a buffer with random bytes.
-pub fn random(bytes: &mut [u8]) -> std::io::Result<()> {
-    use std::io::Read as _;
-    std::fs::File::open("/dev/urandom")?.read_exact(bytes)
 }

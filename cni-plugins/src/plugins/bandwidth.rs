@@ -3,10 +3,10 @@
 
 use super::interface::{self, doing};
 use crate::cni::{Error, Interface, Json, Success, digest, is_orphaned};
-use crate::net::link::{Change, Link, LinkPlan};
-use crate::net::netlink::Socket;
-use crate::net::traffic::Bucket;
 use crate::skel::{Call, Plugin};
+use holdfast_net::link::{Change, Link, LinkPlan};
+use holdfast_net::netlink::Socket;
+use holdfast_net::traffic::Bucket;
 
 /// The plugin `bandwidth`.
 pub struct Bandwidth;

@@ -15,11 +15,13 @@ use super::delegate;
 use super::interface::{self, doing};
 use super::pair::{self, PairConfig};
 use crate::cni::{Args, Dns, Error, Interface, Json, Route, Success, cni_args};
-use crate::net::link::{IFLA_BR_VLAN_FILTERING, Link, VethPlan, parse_mac, random_mac};
-use crate::net::netlink::Socket;
-use crate::net::nft::{Nft, spoof};
-use crate::net::{netns, sysctl};
+use crate::net::netns;
+use crate::net::spoof;
 use crate::skel::{Call, Plugin};
+use holdfast_net::link::{IFLA_BR_VLAN_FILTERING, Link, VethPlan, parse_mac, random_mac};
+use holdfast_net::netlink::Socket;
+use holdfast_net::nft::Nft;
+use holdfast_net::sysctl;
 
 /// Maximum time until a port whose two ends are up becomes operational.
 const OPERATES_WITHIN: Duration = Duration::from_secs(5);

@@ -4,8 +4,8 @@
 use super::interface;
 use super::sublink::{self, Addresses};
 use crate::cni::{Error, Success};
-use crate::net::link::LinkPlan;
 use crate::skel::{Call, Plugin};
+use holdfast_net::link::LinkPlan;
 
 /// The plugin `dummy`.
 pub struct Dummy;

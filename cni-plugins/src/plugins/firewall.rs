@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use super::interface::{doing, join_errors};
 use crate::cni::{Error, Success};
 use crate::net::firewalld::Firewalld;
-use crate::net::nft::iptables;
+use crate::net::iptables;
 use crate::skel::{Call, Plugin};
 
 /// The plugin `firewall`.

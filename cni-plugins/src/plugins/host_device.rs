@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use super::interface::{self, doing};
 use super::sublink::{self, Addresses, in_parent_namespace};
 use crate::cni::{Error, Interface, Success};
-use crate::net::link::{Change, Link, parse_mac};
-use crate::net::netlink::Socket;
 use crate::net::netns;
 use crate::skel::{Call, Plugin};
+use holdfast_net::link::{Change, Link, parse_mac};
+use holdfast_net::netlink::Socket;
 
 /// The plugin `host-device`.
 pub struct HostDevice;
@@ -123,7 +123,7 @@ impl<'a> Device<'a> {
                         "invalid hwaddr {text:?}: expected six hexadecimal bytes"
                     ))
                 })?;
-                let text = crate::net::link::mac_text(&mac);
+                let text = holdfast_net::link::mac_text(&mac);
                 let links = socket.links().map_err(failed())?;
                 links.into_iter().find(|l| l.mac == text).ok_or_else(|| {
                     Error::config(format!("no interface of the host has the MAC {text}"))

@@ -7,11 +7,12 @@ use serde_json::Value;
 
 use super::delegate;
 use crate::cni::{Dns, Error, Success};
-use crate::net::netlink::Socket;
-use crate::net::nft::Nft;
-use crate::net::route::Route;
-use crate::net::{netns, sysctl};
+use crate::net::netns;
 use crate::skel::Call;
+use holdfast_net::netlink::Socket;
+use holdfast_net::nft::Nft;
+use holdfast_net::route::Route;
+use holdfast_net::sysctl;
 
 pub(super) fn doing<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl FnOnce(E) -> Error {
     move |error| Error::doing(what, error)

@@ -1,9 +1,9 @@
 //! `loopback`: sets `lo` up in a container (`plugins/main/loopback/loopback.go` of containernetworking/plugins).
 
 use crate::cni::{Address, Error, Interface, Success};
-use crate::net::netlink::Socket;
 use crate::net::netns;
 use crate::skel::{Call, Plugin};
+use holdfast_net::netlink::Socket;
 
 /// The plugin `loopback`.
 pub struct Loopback;

@@ -4,9 +4,9 @@
 use super::interface;
 use super::sublink::{self, Addresses, in_parent_namespace, parent};
 use crate::cni::{Error, Success, cni_args};
-use crate::net::link::{LinkPlan, parse_mac};
-use crate::net::netlink::Attributes;
 use crate::skel::{Call, Plugin};
+use holdfast_net::link::{LinkPlan, parse_mac};
+use holdfast_net::netlink::Attributes;
 
 /// The plugin `macvlan`.
 pub struct Macvlan;

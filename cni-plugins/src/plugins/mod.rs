@@ -25,9 +25,9 @@ mod vlan;
 mod vrf;
 
 use crate::cni::Error;
-use crate::net::netlink::Socket;
-use crate::net::nft::Nft;
 use crate::skel::Plugin;
+use holdfast_net::netlink::Socket;
+use holdfast_net::nft::Nft;
 
 /// All plugins of this binary.
 const ALL: &[&dyn Plugin] = &[

@@ -8,11 +8,12 @@ use ipnet::IpNet;
 
 use super::interface::{self, doing};
 use crate::cni::{Error, Interface, Json, Success};
-use crate::net::link::{VethPlan, mac_text, random_mac};
-use crate::net::netlink::Socket;
-use crate::net::nft::{Nft, iptables, masquerade as table, spoof};
-use crate::net::sysctl;
+use crate::net::{iptables, masquerade as table, spoof};
 use crate::skel::Call;
+use holdfast_net::link::{VethPlan, mac_text, random_mac};
+use holdfast_net::netlink::Socket;
+use holdfast_net::nft::Nft;
+use holdfast_net::sysctl;
 
 /// The configuration of a veth pair.
 pub(super) struct PairConfig {
@@ -27,7 +28,7 @@ pub(super) struct PairConfig {
 /// A random name for a host end.
 pub(super) fn random_name() -> Result<String, Error> {
     let mut suffix = [0; 4];
-    crate::net::random(&mut suffix).map_err(doing("creating a random name failed"))?;
+    holdfast_net::random(&mut suffix).map_err(doing("creating a random name failed"))?;
     Ok(format!("veth{:08x}", u32::from_ne_bytes(suffix)))
 }
 

@@ -10,11 +10,12 @@ use ipnet::IpNet;
 use super::interface::doing;
 use crate::cni::{self, Error, Json, Success};
 use crate::ipam::results;
-use crate::net::netlink::Socket;
-use crate::net::nft::hostport::{self, Condition, Forward, Plan};
-use crate::net::nft::{Nft, iptables};
-use crate::net::{conntrack, sysctl};
+use crate::net::hostport::{self, Condition, Forward, Plan};
+use crate::net::iptables;
 use crate::skel::{Call, Plugin};
+use holdfast_net::netlink::Socket;
+use holdfast_net::nft::Nft;
+use holdfast_net::{conntrack, sysctl};
 
 /// The plugin `portmap`.
 pub struct Portmap;

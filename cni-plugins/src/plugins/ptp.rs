@@ -10,10 +10,11 @@ use super::delegate;
 use super::interface::{self, doing};
 use super::pair::{self, PairConfig};
 use crate::cni::{Address, Dns, Error, Interface, Success};
-use crate::net::netlink::Socket;
-use crate::net::route::Route;
-use crate::net::{netns, sysctl};
+use crate::net::netns;
 use crate::skel::{Call, Plugin};
+use holdfast_net::netlink::Socket;
+use holdfast_net::route::Route;
+use holdfast_net::sysctl;
 
 /// The plugin `ptp`.
 pub struct Ptp;

@@ -7,10 +7,10 @@ use ipnet::IpNet;
 
 use super::interface::{self, doing};
 use crate::cni::{Error, Success};
-use crate::net::netlink::Socket;
 use crate::net::netns;
-use crate::net::route::Route;
 use crate::skel::{Call, Plugin};
+use holdfast_net::netlink::Socket;
+use holdfast_net::route::Route;
 
 /// The plugin `sbr`.
 pub struct Sbr;

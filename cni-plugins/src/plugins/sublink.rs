@@ -5,10 +5,11 @@ use std::fs::File;
 
 use super::interface::{self, doing};
 use crate::cni::{Error, Interface, Success};
-use crate::net::link::{Link, LinkPlan};
-use crate::net::netlink::Socket;
-use crate::net::{netns, sysctl};
+use crate::net::netns;
 use crate::skel::Call;
+use holdfast_net::link::{Link, LinkPlan};
+use holdfast_net::netlink::Socket;
+use holdfast_net::sysctl;
 
 /// Runs `work` in the namespace of the parent link: in the container, or on the host.
 /// On the host, `work` also gets the namespace in which to create the new link.

@@ -4,9 +4,9 @@
 use super::interface::{self, doing};
 use super::sublink::{self, Addresses};
 use crate::cni::{Error, Success, cni_args};
-use crate::net::link::{Change, parse_mac};
-use crate::net::tap;
 use crate::skel::{Call, Plugin};
+use holdfast_net::link::{Change, parse_mac};
+use holdfast_net::tap;
 
 /// The plugin `tap`.
 pub struct Tap;
@@ -59,7 +59,7 @@ impl<'a> Config<'a> {
     fn make(&self, call: &Call<'_>) -> Result<(), Error> {
         interface::inside(call, |socket| {
             let failed = || doing(format!("failed to create tap {:?}", call.ifname));
-            let made = crate::net::with_socket_label(self.label, || {
+            let made = tap::with_socket_label(self.label, || {
                 tap::add(&call.ifname, self.several_queues, self.owner, self.group)
             });
             made.map_err(failed())?;
@@ -99,7 +99,7 @@ impl<'a> Config<'a> {
             };
             let finished = finish();
             if finished.is_err() {
-                let _ = crate::net::netlink::Socket::route()
+                let _ = holdfast_net::netlink::Socket::route()
                     .and_then(|mut s| s.delete_link(&call.ifname));
             }
             finished

@@ -8,10 +8,11 @@ use serde_json::{Value, json};
 
 use super::interface::{self, doing};
 use crate::cni::{Error, Json, Success, cni_args, duplicate};
-use crate::net::link::{Change, Link, mac_text, parse_mac};
-use crate::net::netlink::Socket;
-use crate::net::{netns, sysctl};
+use crate::net::netns;
 use crate::skel::{Call, Plugin};
+use holdfast_net::link::{Change, Link, mac_text, parse_mac};
+use holdfast_net::netlink::Socket;
+use holdfast_net::sysctl;
 
 /// The plugin `tuning`.
 pub struct Tuning;

@@ -3,9 +3,9 @@
 use super::interface;
 use super::sublink::{self, Addresses, in_parent_namespace, parent};
 use crate::cni::{Error, Success};
-use crate::net::link::LinkPlan;
-use crate::net::netlink::Attributes;
 use crate::skel::{Call, Plugin};
+use holdfast_net::link::LinkPlan;
+use holdfast_net::netlink::Attributes;
 
 /// The plugin `vlan`.
 pub struct Vlan;

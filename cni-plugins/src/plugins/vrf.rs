@@ -3,11 +3,11 @@
 
 use super::interface::{self, doing};
 use crate::cni::{Error, Success};
-use crate::net::link::{Change, Link, LinkPlan};
-use crate::net::netlink::{Attributes, Socket};
 use crate::net::netns;
-use crate::net::route::Route;
 use crate::skel::{Call, Plugin};
+use holdfast_net::link::{Change, Link, LinkPlan};
+use holdfast_net::netlink::{Attributes, Socket};
+use holdfast_net::route::Route;
 
 /// The plugin `vrf`.
 pub struct Vrf;

@@ -8,7 +8,7 @@ use tokio::time::timeout;
 
 use holdfast_core::node::leases::Attachments;
 use holdfast_cri::Runtime;
-use holdfast_sys::leases::release_orphaned;
+use holdfast_host::leases::release_orphaned;
 
 /// Interval between checks.
 const CHECK_INTERVAL: Duration = Duration::from_secs(300);

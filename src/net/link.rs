@@ -7,12 +7,14 @@ use std::os::fd::AsRawFd as _;
 
 use ipnet::IpNet;
 
-use super::netlink::{ACK, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes};
+use crate::netlink::{
+    ACK, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes, text,
+};
 
-pub(super) const NEW_LINK: u16 = 16;
-pub(super) const DEL_LINK: u16 = 17;
-pub(super) const GET_LINK: u16 = 18;
-pub(super) const SET_LINK: u16 = 19;
+pub(crate) const NEW_LINK: u16 = 16;
+pub(crate) const DEL_LINK: u16 = 17;
+pub(crate) const GET_LINK: u16 = 18;
+pub(crate) const SET_LINK: u16 = 19;
 const NEW_ADDR: u16 = 20;
 const DEL_ADDR: u16 = 21;
 const GET_ADDR: u16 = 22;
@@ -39,7 +41,7 @@ const IFLA_BRPORT_ISOLATED: u16 = 33;
 const IFF_UP: u32 = 0x1;
 const IFF_PROMISC: u32 = 0x100;
 const IFF_ALLMULTI: u32 = 0x200;
-pub(super) const AF_BRIDGE: u8 = 7;
+pub(crate) const AF_BRIDGE: u8 = 7;
 const NODAD: u8 = 0x2;
 const IFA_FLAGS: u16 = 8;
 const NO_PREFIX_ROUTE: u32 = 0x200;
@@ -119,12 +121,12 @@ pub fn parse_mac(text: &str) -> Option<[u8; 6]> {
 /// set address keeps udev and the bridge from changing it.
 pub fn random_mac() -> io::Result<[u8; 6]> {
     let mut mac = [0; 6];
-    super::random(&mut mac)?;
+    crate::random(&mut mac)?;
     mac[0] = (mac[0] | 0x02) & 0xfe;
     Ok(mac)
 }
 
-pub(super) fn header(family: u8, index: u32, flags: u32, change: u32) -> Vec<u8> {
+pub(crate) fn header(family: u8, index: u32, flags: u32, change: u32) -> Vec<u8> {
     let mut bytes = vec![family, 0, 0, 0];
     bytes.extend_from_slice(&index.to_ne_bytes());
     bytes.extend_from_slice(&flags.to_ne_bytes());
@@ -132,14 +134,8 @@ pub(super) fn header(family: u8, index: u32, flags: u32, change: u32) -> Vec<u8>
     bytes
 }
 
-pub(super) fn number(bytes: &[u8]) -> Option<u32> {
+pub(crate) fn number(bytes: &[u8]) -> Option<u32> {
     bytes.get(..4)?.try_into().ok().map(u32::from_ne_bytes)
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes)
-        .trim_end_matches('\0')
-        .to_owned()
 }
 
 fn parse_link(body: &[u8]) -> Option<Link> {
@@ -529,14 +525,14 @@ impl Socket {
     }
 }
 
-pub(super) fn octets(address: IpAddr) -> (u8, Vec<u8>) {
+pub(crate) fn octets(address: IpAddr) -> (u8, Vec<u8>) {
     match address {
         IpAddr::V4(a) => (2, a.octets().to_vec()),
         IpAddr::V6(a) => (10, a.octets().to_vec()),
     }
 }
 
-pub(super) fn ip(bytes: &[u8]) -> Option<IpAddr> {
+pub(crate) fn ip(bytes: &[u8]) -> Option<IpAddr> {
     match bytes.len() {
         4 => <[u8; 4]>::try_from(bytes).ok().map(IpAddr::from),
         16 => <[u8; 16]>::try_from(bytes).ok().map(IpAddr::from),

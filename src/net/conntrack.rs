@@ -4,7 +4,7 @@
 use std::io;
 use std::net::IpAddr;
 
-use super::netlink::{ACK, DUMP, Message, NESTED, REQUEST, Socket, attributes};
+use crate::netlink::{ACK, DUMP, Message, NESTED, REQUEST, Socket, attributes};
 
 const GET: u16 = 1 << 8 | 1;
 const DELETE: u16 = 1 << 8 | 2;
@@ -28,7 +28,7 @@ fn tuple(bytes: &[u8]) -> Tuple {
             1 => {
                 for (kind, value) in attributes(value) {
                     if kind == 1 || kind == 3 {
-                        tuple.source = super::link::ip(value);
+                        tuple.source = crate::link::ip(value);
                     }
                 }
             }

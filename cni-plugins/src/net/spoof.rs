@@ -3,9 +3,10 @@
 
 use std::io;
 
-use super::expression::{Verdict, interface_is, sender_is, verdict};
-use super::{Family, Hook, Nft, OwnerMark, Table, ignore_missing};
-use crate::net::netlink::Message;
+use super::ignore_missing;
+use holdfast_net::netlink::Message;
+use holdfast_net::nft::expression::{Verdict, interface_is, sender_is, verdict};
+use holdfast_net::nft::{Family, Hook, Nft, OwnerMark, Table};
 
 const TABLE: Table = Table {
     family: Family::Bridge,
@@ -112,7 +113,7 @@ pub fn collect(
             let port = rule
                 .values
                 .first()
-                .map(|v| super::text(v))
+                .map(|v| holdfast_net::netlink::text(v))
                 .unwrap_or_default();
             let Some((container, ifname)) = id.rsplit_once('-') else {
                 continue;

@@ -1,20 +1,14 @@
 //! nftables over netlink: tables, chains and rules, committed in transactions.
 //!
-//! Plugins use tables with the names of the reference plugins, so that either implementation can clean up
-//! after the other. This module never lists a whole ruleset but requests chains by name. ADD only adds
-//! rules: after a transaction that deletes, closing the socket waits for an RCU grace period of the kernel.
+//! This module never lists a whole ruleset but requests chains by name.
 
 pub mod expression;
-pub mod hostport;
-pub mod iptables;
-pub mod masquerade;
 mod numbers;
-pub mod spoof;
 
 use std::io;
 
-use super::netlink::{
-    ACK, APPEND, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes,
+use crate::netlink::{
+    ACK, APPEND, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes, text,
 };
 use numbers::{BATCH_BEGIN, BATCH_END, BATCH_GENID, chain, hook, list, rule, table, xt_match};
 
@@ -237,12 +231,6 @@ fn nested(bytes: &[u8], kind: u16) -> Option<&[u8]> {
     attributes(bytes).find(|(k, _)| *k == kind).map(|(_, v)| v)
 }
 
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes)
-        .trim_end_matches('\0')
-        .to_owned()
-}
-
 fn read_expression(bytes: &[u8], rule: &mut Rule) {
     let Some(data) = nested(bytes, 2) else { return };
     match nested(bytes, 1).map(text).as_deref() {
@@ -389,7 +377,7 @@ impl Nft {
     }
 
     /// Adds `rules` to a table. If its base chain `entry` is missing, commits `scaffold` as well.
-    fn add(
+    pub fn add(
         &mut self,
         table: Table,
         entry: &str,
@@ -440,13 +428,6 @@ impl Nft {
         self.0
             .query(Message::new(GET_GENERATION, REQUEST, &[0, 0, 0, 0]))
             .map(|_| ())
-    }
-}
-
-fn ignore_missing(result: io::Result<()>) -> io::Result<()> {
-    match result {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
     }
 }
 

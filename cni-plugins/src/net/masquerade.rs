@@ -5,10 +5,11 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::expression::{Verdict, address_is, family_is, masquerade, verdict};
-use super::{Family, Hook, Nft, OwnerMark, Table, iptables};
+use super::iptables;
 use crate::cni::{Owner, is_orphaned};
-use crate::net::netlink::Message;
+use holdfast_net::netlink::Message;
+use holdfast_net::nft::expression::{Verdict, address_is, family_is, masquerade, verdict};
+use holdfast_net::nft::{Family, Hook, Nft, OwnerMark, Table};
 
 const TABLE: Table = Table {
     family: Family::Inet,

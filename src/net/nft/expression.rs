@@ -4,8 +4,8 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::super::netlink::Attributes;
 use super::numbers::{self as nf, *};
+use crate::netlink::Attributes;
 
 fn expression(name: &str, data: &Attributes) -> Attributes {
     Attributes::new()

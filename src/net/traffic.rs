@@ -2,8 +2,8 @@
 
 use std::io;
 
-use super::link::number;
-use super::netlink::{ACK, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes};
+use crate::link::number;
+use crate::netlink::{ACK, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes};
 
 const NEW_QDISC: u16 = 36;
 const GET_QDISC: u16 = 38;

@@ -2,8 +2,8 @@
 
 use std::io;
 
-use super::link::{AF_BRIDGE, DEL_LINK, GET_LINK, SET_LINK, header, number};
-use super::netlink::{ACK, Attributes, DUMP, Message, REQUEST, Socket, attributes};
+use crate::link::{AF_BRIDGE, DEL_LINK, GET_LINK, SET_LINK, header, number};
+use crate::netlink::{ACK, Attributes, DUMP, Message, REQUEST, Socket, attributes};
 
 const IFLA_AF_SPEC: u16 = 26;
 const IFLA_EXT_MASK: u16 = 29;

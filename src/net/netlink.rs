@@ -143,6 +143,14 @@ pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     })
 }
 
+/// The text of a zero-terminated string. Bytes that are not UTF-8 are replaced.
+#[must_use]
+pub fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes)
+        .trim_end_matches('\0')
+        .to_owned()
+}
+
 /// An answer: its type, and the bytes after the netlink header.
 pub type Answer = (u16, Vec<u8>);
 

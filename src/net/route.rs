@@ -5,8 +5,8 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::link::{ip, number, octets};
-use super::netlink::{
+use crate::link::{ip, number, octets};
+use crate::netlink::{
     ACK, APPEND, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes,
 };
 

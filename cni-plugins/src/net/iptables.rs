@@ -9,10 +9,13 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::expression::{Verdict, address_is, counter, extension, interface_is, octets, verdict};
-use super::{Family, Hook, Nft, OwnerMark, Rule, Table, ignore_missing};
+use super::ignore_missing;
 use crate::cni::{Owner, digest, is_orphaned};
-use crate::net::netlink::{Attributes, Message};
+use holdfast_net::netlink::{Attributes, Message};
+use holdfast_net::nft::expression::{
+    Verdict, address_is, counter, extension, interface_is, octets, verdict,
+};
+use holdfast_net::nft::{Family, Hook, Nft, OwnerMark, Rule, Table};
 
 const NAT: [Table; 2] = [
     Table {
@@ -358,7 +361,10 @@ pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
 }
 
 fn names(rule: &Rule) -> Vec<String> {
-    rule.values.iter().map(|v| super::text(v)).collect()
+    rule.values
+        .iter()
+        .map(|v| holdfast_net::netlink::text(v))
+        .collect()
 }
 
 /// Drops packets from this bridge to other isolated bridges and the reverse.

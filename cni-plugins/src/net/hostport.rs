@@ -12,13 +12,13 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::expression::{
+use crate::cni::{Owner, is_orphaned};
+use holdfast_net::netlink::{Attributes, Message};
+use holdfast_net::nft::expression::{
     Verdict, address_is, for_this_host, interface_is, masquerade, octets, port_is, protocol_is,
     redirect, verdict,
 };
-use super::{Family, Hook, Nft, OwnerMark, Rule, Table};
-use crate::cni::{Owner, is_orphaned};
-use crate::net::netlink::{Attributes, Message};
+use holdfast_net::nft::{Family, Hook, Nft, OwnerMark, Rule, Table};
 
 const TABLES: [Table; 2] = [
     Table {
