@@ -11,7 +11,7 @@
 //! - [`plugins`] has a file per plugin;
 //! - [`ipam`] manages addresses;
 //! - [`dhcp`] is the DHCP client and its daemon;
-//! - [`net`] is the only module that talks to the kernel;
+//! - [`net`] has the rules of the plugins in the kernel, and firewalld;
 //! - [`cni`] has the types of the protocol.
 
 pub mod cni;

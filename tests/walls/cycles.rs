@@ -6,7 +6,7 @@ use std::path::Path;
 use super::{code, module_path, sources_of, without_tests};
 
 /// The packages whose files are checked.
-const ROOTS: [&str; 16] = [
+const ROOTS: [&str; 17] = [
     "src/agent",
     "src/cli",
     "src/config",
@@ -18,6 +18,7 @@ const ROOTS: [&str; 16] = [
     "src/host",
     "src/https",
     "src/kubeapi",
+    "src/net",
     "src/probes",
     "src/sealed",
     "src/sys",
