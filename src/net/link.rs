@@ -254,7 +254,7 @@ impl Socket {
             message = message.put(IFLA_NET_NS_FD, &namespace.as_raw_fd().to_ne_bytes());
         }
         let mut info = Attributes::new().text(IFLA_INFO_KIND, plan.kind);
-        if !plan.data.0.is_empty() {
+        if !plan.data.is_empty() {
             info = info.nest(IFLA_INFO_DATA, &plan.data);
         }
         self.execute(message.nest(IFLA_LINKINFO, &info))
@@ -375,7 +375,7 @@ impl Socket {
     /// Creates a veth pair in a single message. The host end is
     /// up and a port of the bridge; the peer is in the container.
     pub fn add_veth(&mut self, plan: &VethPlan<'_>) -> io::Result<()> {
-        let mut peer = Attributes(header(0, 0, 0, 0))
+        let mut peer = Attributes::after(header(0, 0, 0, 0))
             .text(IFLA_IFNAME, plan.peer_name)
             .put(IFLA_ADDRESS, &plan.peer_mac);
         peer = peer.put(IFLA_NET_NS_FD, &plan.namespace.as_raw_fd().to_ne_bytes());

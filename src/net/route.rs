@@ -111,7 +111,7 @@ impl Route {
                 metrics = metrics.number(kind, metric);
             }
         }
-        if metrics.0.is_empty() {
+        if metrics.is_empty() {
             message
         } else {
             message.nest(METRICS, &metrics)

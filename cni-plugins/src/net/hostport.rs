@@ -15,9 +15,10 @@ use ipnet::IpNet;
 use crate::cni::{Owner, is_orphaned};
 use holdfast_net::netlink::{Attributes, Message};
 use holdfast_net::nft::expression::{
-    Verdict, address_is, for_this_host, interface_is, masquerade, octets, port_is, protocol_is,
-    redirect, verdict,
+    address_is, for_this_host, interface_is, octets, port_is, protocol_is,
 };
+use holdfast_net::nft::statement::{masquerade, redirect, verdict};
+use holdfast_net::nft::verdict::Verdict;
 use holdfast_net::nft::{Family, Hook, Nft, OwnerMark, Rule, Table};
 
 const TABLES: [Table; 2] = [
@@ -100,7 +101,7 @@ fn masquerading(table: Table) -> Message {
 
 fn scaffold(table: Table) -> Vec<Message> {
     let mut local = for_this_host();
-    local.push(verdict(Verdict::Jump(ALL)));
+    local.push(verdict(&Verdict::jump(ALL)));
     vec![
         table.create(),
         table.chain(PORTS),
@@ -109,8 +110,8 @@ fn scaffold(table: Table) -> Vec<Message> {
         table.hooked(PREROUTING, nat(0, -100)),
         table.hooked("output", nat(3, -100)),
         masquerading(table),
-        table.append(ALL, &[verdict(Verdict::Jump(BY_ADDRESS))], OwnerMark::None),
-        table.append(ALL, &[verdict(Verdict::Jump(PORTS))], OwnerMark::None),
+        table.append(ALL, &[verdict(&Verdict::jump(BY_ADDRESS))], OwnerMark::None),
+        table.append(ALL, &[verdict(&Verdict::jump(PORTS))], OwnerMark::None),
         table.append(PREROUTING, &local, OwnerMark::None),
         table.append("output", &local, OwnerMark::None),
     ]

@@ -12,9 +12,9 @@ use ipnet::IpNet;
 use super::ignore_missing;
 use crate::cni::{Owner, digest, is_orphaned};
 use holdfast_net::netlink::{Attributes, Message};
-use holdfast_net::nft::expression::{
-    Verdict, address_is, counter, extension, interface_is, octets, verdict,
-};
+use holdfast_net::nft::expression::{address_is, extension, interface_is, octets};
+use holdfast_net::nft::statement::{counter, verdict};
+use holdfast_net::nft::verdict::Verdict;
 use holdfast_net::nft::{Family, Hook, Nft, OwnerMark, Rule, Table};
 
 const NAT: [Table; 2] = [
@@ -222,9 +222,9 @@ fn match_established() -> Attributes {
     extension("conntrack", 3, &info)
 }
 
-fn end(mut expressions: Vec<Attributes>, last: Verdict<'_>) -> Vec<Attributes> {
+fn end(mut expressions: Vec<Attributes>, last: Verdict) -> Vec<Attributes> {
     expressions.push(counter());
-    expressions.push(verdict(last));
+    expressions.push(verdict(&last));
     expressions
 }
 
@@ -277,7 +277,7 @@ fn jump(
     text: &str,
 ) -> io::Result<Option<Message>> {
     let there = leads_to(nft, table, from, to)?;
-    Ok((!there).then(|| table.prepend(from, &end(vec![comment(text)], Verdict::Jump(to)))))
+    Ok((!there).then(|| table.prepend(from, &end(vec![comment(text)], Verdict::jump(to)))))
 }
 
 /// Accepts packets from `addresses` and the replies to them.
@@ -385,7 +385,7 @@ pub fn isolate(bridge: &str, within: bool, addresses: &[IpAddr]) -> io::Result<(
                 let mut leaving = interface_is(true, bridge, true);
                 leaving.extend(interface_is(false, bridge, false));
                 leaving.push(comment(&text));
-                messages.push(table.prepend(STAGES[0], &end(leaving, Verdict::Jump(STAGES[1]))));
+                messages.push(table.prepend(STAGES[0], &end(leaving, Verdict::jump(STAGES[1]))));
             }
             if within && !first.iter().filter(here).any(|r| r.target.is_none()) {
                 let mut staying = interface_is(true, bridge, true);

@@ -8,7 +8,9 @@ use ipnet::IpNet;
 use super::iptables;
 use crate::cni::{Owner, is_orphaned};
 use holdfast_net::netlink::Message;
-use holdfast_net::nft::expression::{Verdict, address_is, family_is, masquerade, verdict};
+use holdfast_net::nft::expression::{address_is, family_is};
+use holdfast_net::nft::statement::{masquerade, verdict};
+use holdfast_net::nft::verdict::Verdict;
 use holdfast_net::nft::{Family, Hook, Nft, OwnerMark, Table};
 
 const TABLE: Table = Table {
@@ -24,7 +26,7 @@ fn scaffold() -> Vec<Message> {
     let multicast = |net: IpNet| {
         let mut list = family_is(net.addr().is_ipv4());
         list.extend(address_is(false, net, true));
-        list.push(verdict(Verdict::Return));
+        list.push(verdict(&Verdict::Return));
         TABLE.append(POSTROUTING, &list, OwnerMark::None)
     };
     vec![
@@ -42,7 +44,7 @@ fn scaffold() -> Vec<Message> {
         multicast(v6),
         TABLE.append(
             POSTROUTING,
-            &[verdict(Verdict::Goto(CHECKS))],
+            &[verdict(&Verdict::goto(CHECKS))],
             OwnerMark::None,
         ),
     ]

@@ -14,9 +14,11 @@ pub mod spoof;
 
 use std::io;
 
+use holdfast_net::netlink::BatchError;
+
 /// The result of a deletion, without the error that another process has already deleted the object.
-fn ignore_missing(result: io::Result<()>) -> io::Result<()> {
-    match result {
+fn ignore_missing(result: Result<(), BatchError>) -> io::Result<()> {
+    match result.map_err(io::Error::from) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,
     }

@@ -1,32 +1,29 @@
-//! nftables over netlink: tables, chains and rules, committed in transactions.
+//! nftables over netlink: tables, chains, rules and sets, committed in transactions.
 //!
-//! This module never lists a whole ruleset but requests chains by name.
+//! Functions of [`Table`] create messages, and [`Nft`] commits any number of them at once. Nothing here lists a whole ruleset:
+//! callers name the chains and sets that they read.
+//!
+//! - [`expression`] loads and compares fields of packets, and [`statement`] acts on packets;
+//! - [`set`] and [`element`] are sets, maps and verdict maps, and [`value`] their keys and data;
+//! - [`rule`] marks rules with owners and reads them;
+//! - [`connection`] commits and reads.
 
+pub mod connection;
+pub mod element;
 pub mod expression;
 mod numbers;
+pub mod rule;
+pub mod set;
+pub mod statement;
+pub mod value;
+pub mod verdict;
 
-use std::io;
+pub use connection::Nft;
+pub use rule::{OwnerMark, Rule};
 
-use crate::netlink::{
-    ACK, APPEND, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes, text,
-};
-use numbers::{BATCH_BEGIN, BATCH_END, BATCH_GENID, chain, hook, list, rule, table, xt_match};
-
-const SUBSYSTEM: u16 = (numbers::SUBSYSTEM as u16) << 8;
-const NEW_TABLE: u16 = SUBSYSTEM;
-const NEW_CHAIN: u16 = SUBSYSTEM | 3;
-const GET_CHAIN: u16 = SUBSYSTEM | 4;
-const DEL_CHAIN: u16 = SUBSYSTEM | 5;
-const NEW_RULE: u16 = SUBSYSTEM | 6;
-const GET_RULE: u16 = SUBSYSTEM | 7;
-const DEL_RULE: u16 = SUBSYSTEM | 8;
-const GET_GENERATION: u16 = SUBSYSTEM | 16;
-
-/// The kinds of user data of a rule: the comment of nft, and an owner's key, which iptables does not display.
-const COMMENT: u8 = 0;
-const KEY: u8 = 0xf0;
-/// Maximum number of attempts for a transaction that conflicts with others.
-const ATTEMPTS: usize = 100;
+use crate::netlink::{ACK, APPEND, Attributes, CREATE, EXCL, Message, REQUEST, text};
+use numbers::message::{DEL_CHAIN, DEL_RULE, DEL_TABLE, NEW_CHAIN, NEW_RULE, NEW_TABLE};
+use numbers::{chain, hook, list, rule as rule_attribute, table};
 
 /// The address family of a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,24 +58,6 @@ pub struct Hook {
     pub priority: i32,
 }
 
-/// The owner that a rule records.
-#[derive(Debug, Clone, Copy)]
-pub enum OwnerMark<'a> {
-    /// No owner: the rule is shared.
-    None,
-    /// A comment, which nft displays.
-    Comment(&'a str),
-    /// A key in the user data, which iptables ignores when it displays the rule.
-    Key(&'a str),
-    /// A comment, by which the reference finds the rule, and the key, by which we find it.
-    Both {
-        /// The comment.
-        comment: &'a str,
-        /// The key.
-        key: &'a str,
-    },
-}
-
 /// The length limit of comments in nft: `NFTNL_UDATA_COMMENT_MAXLEN` without the terminating zero.
 const LONGEST_COMMENT: usize = 127;
 
@@ -91,6 +70,13 @@ impl Table {
     #[must_use]
     pub fn create(self) -> Message {
         Message::new(NEW_TABLE, REQUEST | ACK | CREATE, &self.header()).text(table::NAME, self.name)
+    }
+
+    /// Deletes the table with its chains and sets. A missing table is no error, because the first message creates it.
+    #[must_use]
+    pub fn destroy(self) -> [Message; 2] {
+        let delete = Message::new(DEL_TABLE, REQUEST | ACK, &self.header());
+        [self.create(), delete.text(table::NAME, self.name)]
     }
 
     /// Creates a regular chain. An existing chain is no error.
@@ -129,21 +115,13 @@ impl Table {
                 list.nest(list::ELEM, expression)
             });
         let message = Message::new(NEW_RULE, REQUEST | ACK | CREATE | flags, &self.header())
-            .text(rule::TABLE, self.name)
-            .text(rule::CHAIN, chain)
-            .nest(rule::EXPRESSIONS, &list);
-        let user_data = match mark {
-            OwnerMark::None => return message,
-            OwnerMark::Comment(text) => user_data(COMMENT, text),
-            OwnerMark::Key(text) => user_data(KEY, text),
-            OwnerMark::Both { comment, key } if comment.len() > LONGEST_COMMENT => {
-                user_data(KEY, key)
-            }
-            OwnerMark::Both { comment, key } => {
-                [user_data(COMMENT, comment), user_data(KEY, key)].concat()
-            }
-        };
-        message.put(rule::USERDATA, &user_data)
+            .text(rule_attribute::TABLE, self.name)
+            .text(rule_attribute::CHAIN, chain)
+            .nest(rule_attribute::EXPRESSIONS, &list);
+        match mark.user_data() {
+            Some(user_data) => message.put(rule_attribute::USERDATA, &user_data),
+            None => message,
+        }
     }
 
     /// Appends a rule to a chain.
@@ -161,28 +139,30 @@ impl Table {
     /// Deletes a rule.
     #[must_use]
     pub fn delete(self, chain: &str, rule: &Rule) -> Message {
+        self.flush(chain).put(rule_attribute::HANDLE, &rule.handle)
+    }
+
+    /// Deletes all rules of a chain. Together with [`Table::append`] in one transaction, replaces the rules, and no packet
+    /// passes in between.
+    #[must_use]
+    pub fn flush(self, chain: &str) -> Message {
         Message::new(DEL_RULE, REQUEST | ACK, &self.header())
-            .text(rule::TABLE, self.name)
-            .text(rule::CHAIN, chain)
-            .put(rule::HANDLE, &rule.handle)
+            .text(rule_attribute::TABLE, self.name)
+            .text(rule_attribute::CHAIN, chain)
     }
 
     /// Deletes all rules of a chain, then the chain.
     #[must_use]
     pub fn remove(self, chain: &str) -> [Message; 2] {
-        [DEL_RULE, DEL_CHAIN].map(|kind| {
-            let (table, name) = match kind {
-                DEL_RULE => (rule::TABLE, rule::CHAIN),
-                _ => (chain::TABLE, chain::NAME),
-            };
-            Message::new(kind, REQUEST | ACK, &self.header())
-                .text(table, self.name)
-                .text(name, chain)
-        })
+        let delete = Message::new(DEL_CHAIN, REQUEST | ACK, &self.header())
+            .text(chain::TABLE, self.name)
+            .text(chain::NAME, chain);
+        [self.flush(chain), delete]
     }
 }
 
-/// An item of a rule's user data.
+/// An item of user data. A text whose length exceeds the field of 8 bits also exceeds the 256 bytes of user data, so the kernel
+/// rejects the message.
 fn user_data(kind: u8, text: &str) -> Vec<u8> {
     let mut data = vec![kind, u8::try_from(text.len() + 1).unwrap_or(u8::MAX)];
     data.extend_from_slice(text.as_bytes());
@@ -190,75 +170,7 @@ fn user_data(kind: u8, text: &str) -> Vec<u8> {
     data
 }
 
-/// A rule read from the kernel.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Rule {
-    handle: Vec<u8>,
-    /// The owner's key, else the comment; may be empty.
-    pub mark: String,
-    /// The comment, of nft or iptables; may be empty.
-    pub comment: String,
-    /// The target chain of its jump or goto.
-    pub target: Option<String>,
-    /// The values of its comparisons, in order.
-    pub values: Vec<Vec<u8>>,
-    /// The values that it loads into registers, such as NAT targets, in order.
-    pub loads: Vec<Vec<u8>>,
-}
-
-fn parse(body: &[u8]) -> Rule {
-    let mut rule = Rule::default();
-    for (kind, value) in attributes(body.get(4..).unwrap_or_default()) {
-        match kind {
-            3 => value.clone_into(&mut rule.handle),
-            4 => {
-                for (_, expression) in attributes(value) {
-                    read_expression(expression, &mut rule);
-                }
-            }
-            7 => {
-                let (key, comment) = (marked(value, KEY), marked(value, COMMENT));
-                rule.mark = key.or_else(|| comment.clone()).unwrap_or_default();
-                rule.comment = comment.unwrap_or(rule.comment);
-            }
-            _ => {}
-        }
-    }
-    rule
-}
-
-fn nested(bytes: &[u8], kind: u16) -> Option<&[u8]> {
-    attributes(bytes).find(|(k, _)| *k == kind).map(|(_, v)| v)
-}
-
-fn read_expression(bytes: &[u8], rule: &mut Rule) {
-    let Some(data) = nested(bytes, 2) else { return };
-    match nested(bytes, 1).map(text).as_deref() {
-        Some("cmp") => rule.values.extend(
-            nested(data, 3)
-                .and_then(|d| nested(d, 1))
-                .map(<[u8]>::to_vec),
-        ),
-        Some("immediate") => {
-            let loaded = nested(data, 2);
-            rule.loads
-                .extend(loaded.and_then(|d| nested(d, 1)).map(<[u8]>::to_vec));
-            let verdict = loaded.and_then(|d| nested(d, 2));
-            rule.target = verdict
-                .and_then(|v| nested(v, 2))
-                .map(text)
-                .or(rule.target.take());
-        }
-        Some("match") if nested(data, xt_match::NAME).map(text).as_deref() == Some("comment") => {
-            let comment = nested(data, xt_match::INFO).unwrap_or_default();
-            let end = comment.iter().position(|b| *b == 0);
-            rule.comment = text(&comment[..end.unwrap_or(comment.len())]);
-        }
-        _ => {}
-    }
-}
-
-/// The item of this kind in a rule's user data.
+/// The item of this kind in user data.
 fn marked(mut bytes: &[u8], wanted: u8) -> Option<String> {
     while let [kind, length, rest @ ..] = bytes {
         let length = usize::from(*length);
@@ -268,178 +180,4 @@ fn marked(mut bytes: &[u8], wanted: u8) -> Option<String> {
         bytes = rest.get(length..).unwrap_or_default();
     }
     None
-}
-
-/// A netlink connection to the tables of the namespace in which it was opened.
-pub struct Nft(Socket);
-
-impl Nft {
-    /// Opens a connection.
-    pub fn open() -> io::Result<Nft> {
-        Socket::netfilter().map(Nft)
-    }
-
-    /// Runs `work`, which removes rules, and returns the connection.
-    /// Returns `None` without running `work` if the kernel has no nftables.
-    pub fn clean_up(work: impl FnOnce(&mut Nft) -> io::Result<()>) -> io::Result<Option<Nft>> {
-        use nix::errno::Errno::{EINVAL, EOPNOTSUPP, EPROTONOSUPPORT};
-        let opened = Nft::open().and_then(|mut nft| nft.probe().map(|()| nft));
-        let mut nft = match opened {
-            Err(error)
-                if [EINVAL, EOPNOTSUPP, EPROTONOSUPPORT]
-                    .iter()
-                    .any(|e| error.raw_os_error() == Some(*e as i32)) =>
-            {
-                return Ok(None);
-            }
-            nft => nft?,
-        };
-        work(&mut nft)?;
-        Ok(Some(nft))
-    }
-
-    /// Whether the chain exists.
-    pub fn has(&mut self, table: Table, chain: &str) -> io::Result<bool> {
-        let query = Message::new(GET_CHAIN, REQUEST, &table.header())
-            .text(chain::TABLE, table.name)
-            .text(chain::NAME, chain);
-        match self.0.query(query) {
-            Ok(answers) => Ok(!answers.is_empty()),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// The rules of a chain; empty if the chain does not exist.
-    pub fn rules(&mut self, table: Table, chain: &str) -> io::Result<Vec<Rule>> {
-        let query = Message::new(GET_RULE, REQUEST | DUMP, &table.header())
-            .text(rule::TABLE, table.name)
-            .text(rule::CHAIN, chain);
-        match self.0.query(query) {
-            Ok(answers) => Ok(answers.iter().map(|(_, body)| parse(body)).collect()),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(vec![]),
-            Err(error) => Err(error),
-        }
-    }
-
-    fn transact(&mut self, messages: Vec<Message>, generation: Option<&[u8]>) -> io::Result<()> {
-        if messages.is_empty() {
-            return Ok(());
-        }
-        let mut begin = Message::new(BATCH_BEGIN, REQUEST, &[0, 0, 0, numbers::SUBSYSTEM]);
-        if let Some(generation) = generation {
-            begin = begin.put(BATCH_GENID, generation);
-        }
-        let mut batch = vec![begin];
-        batch.extend(messages);
-        batch.push(Message::new(
-            BATCH_END,
-            REQUEST,
-            &[0, 0, 0, numbers::SUBSYSTEM],
-        ));
-        self.0.batch(batch)
-    }
-
-    /// Commits all messages, or none.
-    pub fn commit(&mut self, messages: Vec<Message>) -> io::Result<()> {
-        self.transact(messages, None)
-    }
-
-    /// Commits the messages that `plan` returns. Calls `plan`
-    /// again if another process has changed the tables in between.
-    pub fn commit_if_unchanged(
-        &mut self,
-        plan: impl Fn(&mut Nft) -> io::Result<Vec<Message>>,
-    ) -> io::Result<()> {
-        const RESTART: i32 = 85;
-        let mut last = Ok(());
-        for _ in 0..ATTEMPTS {
-            let answers = self
-                .0
-                .query(Message::new(GET_GENERATION, REQUEST, &[0, 0, 0, 0]))?;
-            let generation = answers
-                .first()
-                .and_then(|(_, body)| nested(body.get(4..)?, 1))
-                .map(<[u8]>::to_vec);
-            let messages = plan(self)?;
-            last = self.transact(messages, generation.as_deref());
-            let changed = |e: &io::Error| {
-                e.raw_os_error() == Some(RESTART) || e.kind() == io::ErrorKind::AlreadyExists
-            };
-            if !last.as_ref().is_err_and(changed) {
-                return last;
-            }
-            // Open a new socket, so that unread answers to the rejected
-            // batch are not taken for answers to the next one.
-            *self = Nft::open()?;
-        }
-        last
-    }
-
-    /// Adds `rules` to a table. If its base chain `entry` is missing, commits `scaffold` as well.
-    pub fn add(
-        &mut self,
-        table: Table,
-        entry: &str,
-        scaffold: impl Fn() -> Vec<Message>,
-        rules: &[Message],
-    ) -> io::Result<()> {
-        if self.has(table, entry)? {
-            return self.commit(rules.to_vec());
-        }
-        let mut all = scaffold();
-        all.extend_from_slice(rules);
-        match self.commit(all) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                *self = Nft::open()?;
-                self.commit(rules.to_vec())
-            }
-            other => other,
-        }
-    }
-
-    /// Deletes the rules for which `selects` is true, in one transaction.
-    /// Rules that another process has deleted are no error.
-    pub fn delete(
-        &mut self,
-        chains: &[(Table, &str)],
-        selects: impl Fn(&Rule) -> bool,
-    ) -> io::Result<()> {
-        for _ in 0..ATTEMPTS {
-            let mut to_delete = vec![];
-            for (table, chain) in chains {
-                to_delete.extend(
-                    self.rules(*table, chain)?
-                        .iter()
-                        .filter(|r| selects(r))
-                        .map(|r| table.delete(chain, r)),
-                );
-            }
-            match self.commit(to_delete) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => *self = Nft::open()?,
-                other => return other,
-            }
-        }
-        Err(io::ErrorKind::WouldBlock.into())
-    }
-
-    /// Checks that the kernel has nftables and that this process may use it.
-    pub fn probe(&mut self) -> io::Result<()> {
-        self.0
-            .query(Message::new(GET_GENERATION, REQUEST, &[0, 0, 0, 0]))
-            .map(|_| ())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn comments_are_found_among_other_user_data() {
-        let both = [COMMENT, 2, b'x', 0, 7, 2, 1, 1, KEY, 3, b'a', b'b', 0];
-        assert_eq!(marked(&both, KEY).as_deref(), Some("ab"));
-        assert_eq!(marked(&both, COMMENT).as_deref(), Some("x"));
-        assert_eq!(marked(&[COMMENT, 200, 1], KEY), None);
-    }
 }

@@ -29,6 +29,70 @@ pub mod rule {
     pub const USERDATA: u16 = 7;
 }
 
+/// `NFTA_SET_…`.
+pub mod set {
+    pub const TABLE: u16 = 1;
+    pub const NAME: u16 = 2;
+    pub const FLAGS: u16 = 3;
+    pub const KEY_TYPE: u16 = 4;
+    pub const KEY_LEN: u16 = 5;
+    pub const DATA_TYPE: u16 = 6;
+    pub const DATA_LEN: u16 = 7;
+    pub const DESC: u16 = 9;
+    pub const ID: u16 = 10;
+    pub const TIMEOUT: u16 = 11;
+    pub const USERDATA: u16 = 13;
+}
+
+/// `NFTA_SET_DESC_…`.
+pub mod set_desc {
+    pub const SIZE: u16 = 1;
+    pub const CONCAT: u16 = 2;
+}
+
+/// `NFTA_SET_FIELD_…`.
+pub mod set_field {
+    pub const LEN: u16 = 1;
+}
+
+/// `NFT_SET_…`: the flags of a set.
+pub mod set_flag {
+    pub const ANONYMOUS: u32 = 0x1;
+    pub const CONSTANT: u32 = 0x2;
+    pub const INTERVAL: u32 = 0x4;
+    pub const MAP: u32 = 0x8;
+    pub const TIMEOUT: u32 = 0x10;
+    pub const EVAL: u32 = 0x20;
+    pub const CONCAT: u32 = 0x80;
+}
+
+/// The kinds of a set's user data (`enum nftnl_udata_set_types` of libnftnl), which only `nft` reads.
+pub mod set_udata {
+    pub const KEY_BYTEORDER: u8 = 0;
+    pub const DATA_BYTEORDER: u8 = 1;
+    pub const COMMENT: u8 = 7;
+}
+
+/// `NFTA_SET_ELEM_…`.
+pub mod elem {
+    pub const KEY: u16 = 1;
+    pub const DATA: u16 = 2;
+    pub const FLAGS: u16 = 3;
+    pub const TIMEOUT: u16 = 4;
+    pub const EXPIRATION: u16 = 5;
+    pub const KEY_END: u16 = 10;
+    /// `NFT_SET_ELEM_INTERVAL_END`.
+    pub const INTERVAL_END: u32 = 0x1;
+}
+
+/// `NFTA_SET_ELEM_LIST_…`.
+pub mod elem_list {
+    pub const TABLE: u16 = 1;
+    pub const SET: u16 = 2;
+    pub const ELEMENTS: u16 = 3;
+    pub const SET_ID: u16 = 4;
+}
+
 /// `NFTA_LIST_…`.
 pub mod list {
     pub const ELEM: u16 = 1;
@@ -71,6 +135,15 @@ pub mod payload {
 pub mod meta {
     pub const DREG: u16 = 1;
     pub const KEY: u16 = 2;
+    pub const SREG: u16 = 3;
+}
+
+/// `NFTA_CT_…`.
+pub mod ct {
+    pub const DREG: u16 = 1;
+    pub const KEY: u16 = 2;
+    pub const DIRECTION: u16 = 3;
+    pub const SREG: u16 = 4;
 }
 
 /// `NFTA_BITWISE_…`.
@@ -89,6 +162,40 @@ pub mod fib {
     pub const FLAGS: u16 = 3;
 }
 
+/// `NFTA_NG_…`.
+pub mod numgen {
+    pub const DREG: u16 = 1;
+    pub const MODULUS: u16 = 2;
+    pub const TYPE: u16 = 3;
+    pub const OFFSET: u16 = 4;
+}
+
+/// `NFTA_LOOKUP_…`.
+pub mod lookup {
+    pub const SET: u16 = 1;
+    pub const SREG: u16 = 2;
+    pub const DREG: u16 = 3;
+    pub const SET_ID: u16 = 4;
+    pub const FLAGS: u16 = 5;
+    /// `NFT_LOOKUP_F_INV`.
+    pub const INVERTED: u32 = 1;
+}
+
+/// `NFTA_DYNSET_…`.
+pub mod dynset {
+    pub const SET_NAME: u16 = 1;
+    pub const OP: u16 = 3;
+    pub const SREG_KEY: u16 = 4;
+    pub const SREG_DATA: u16 = 5;
+    pub const TIMEOUT: u16 = 6;
+}
+
+/// `NFTA_REJECT_…`.
+pub mod reject {
+    pub const TYPE: u16 = 1;
+    pub const ICMP_CODE: u16 = 2;
+}
+
 /// `NFTA_IMMEDIATE_…`.
 pub mod immediate {
     pub const DREG: u16 = 1;
@@ -103,6 +210,11 @@ pub mod nat {
     pub const REG_PROTO_MIN: u16 = 5;
 }
 
+/// `NFTA_MASQ_…`.
+pub mod masq {
+    pub const FLAGS: u16 = 1;
+}
+
 /// `NFTA_MATCH_…`: an xtables match.
 pub mod xt_match {
     pub const NAME: u16 = 1;
@@ -111,8 +223,8 @@ pub mod xt_match {
 }
 
 pub const REG_VERDICT: u32 = 0;
-pub const REG_1: u32 = 1;
-pub const REG_2: u32 = 2;
+/// `NFT_REG32_00`, the first of 16 registers of 4 bytes.
+pub const REG32_00: u32 = 8;
 
 pub const CMP_EQ: u32 = 0;
 pub const CMP_NEQ: u32 = 1;
@@ -121,16 +233,39 @@ pub const PAYLOAD_LL_HEADER: u32 = 0;
 pub const PAYLOAD_NETWORK_HEADER: u32 = 1;
 pub const PAYLOAD_TRANSPORT_HEADER: u32 = 2;
 
+pub const META_MARK: u32 = 3;
 pub const META_IIFNAME: u32 = 6;
 pub const META_OIFNAME: u32 = 7;
 pub const META_NFPROTO: u32 = 15;
 pub const META_L4PROTO: u32 = 16;
 
+pub const CT_STATE: u32 = 0;
+pub const CT_DIRECTION: u32 = 1;
+pub const CT_STATUS: u32 = 2;
+pub const CT_MARK: u32 = 3;
+pub const CT_PROTO_DST: u32 = 12;
+pub const CT_DST_IP: u32 = 20;
+pub const CT_DST_IP6: u32 = 22;
+
 pub const FIB_RESULT_ADDRTYPE: u32 = 3;
+/// `NFTA_FIB_F_SADDR`.
+pub const FIB_SADDR: u32 = 1;
 /// `NFTA_FIB_F_DADDR`.
 pub const FIB_DADDR: u32 = 1 << 1;
 
+pub const NG_INCREMENTAL: u32 = 0;
+pub const NG_RANDOM: u32 = 1;
+
+pub const REJECT_ICMP_UNREACH: u32 = 0;
+pub const REJECT_TCP_RST: u32 = 1;
+pub const REJECT_ICMPX_UNREACH: u32 = 2;
+
 pub const NAT_DNAT: u32 = 1;
+/// `NF_NAT_RANGE_PROTO_RANDOM_FULLY`.
+pub const NAT_FULLY_RANDOM: u32 = 1 << 4;
+
+/// `NFT_DATA_VERDICT`: the type of a verdict map's data.
+pub const DATA_VERDICT: u32 = 0xffff_ff00;
 
 pub const NF_DROP: i32 = 0;
 pub const NF_ACCEPT: i32 = 1;
@@ -149,3 +284,23 @@ pub const BATCH_GENID: u16 = 1;
 pub const BATCH_END: u16 = 0x11;
 /// `NFNL_SUBSYS_NFTABLES`.
 pub const SUBSYSTEM: u8 = 10;
+
+/// `NFT_MSG_…` with the subsystem.
+pub mod message {
+    const SUBSYSTEM: u16 = (super::SUBSYSTEM as u16) << 8;
+    pub const NEW_TABLE: u16 = SUBSYSTEM;
+    pub const DEL_TABLE: u16 = SUBSYSTEM | 2;
+    pub const NEW_CHAIN: u16 = SUBSYSTEM | 3;
+    pub const GET_CHAIN: u16 = SUBSYSTEM | 4;
+    pub const DEL_CHAIN: u16 = SUBSYSTEM | 5;
+    pub const NEW_RULE: u16 = SUBSYSTEM | 6;
+    pub const GET_RULE: u16 = SUBSYSTEM | 7;
+    pub const DEL_RULE: u16 = SUBSYSTEM | 8;
+    pub const NEW_SET: u16 = SUBSYSTEM | 9;
+    pub const GET_SET: u16 = SUBSYSTEM | 10;
+    pub const DEL_SET: u16 = SUBSYSTEM | 11;
+    pub const NEW_ELEMENT: u16 = SUBSYSTEM | 12;
+    pub const GET_ELEMENT: u16 = SUBSYSTEM | 13;
+    pub const DEL_ELEMENT: u16 = SUBSYSTEM | 14;
+    pub const GET_GENERATION: u16 = SUBSYSTEM | 16;
+}
