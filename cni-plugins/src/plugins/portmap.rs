@@ -13,9 +13,10 @@ use crate::ipam::results;
 use crate::net::hostport::{self, Condition, Forward, Plan};
 use crate::net::iptables;
 use crate::skel::{Call, Plugin};
+use holdfast_net::conntrack::{Conntrack, Flow};
 use holdfast_net::netlink::Socket;
 use holdfast_net::nft::Nft;
-use holdfast_net::{conntrack, sysctl};
+use holdfast_net::sysctl;
 
 /// The plugin `portmap`.
 pub struct Portmap;
@@ -211,13 +212,21 @@ impl Config {
     }
 }
 
-/// Deletes conntrack entries, so that known UDP flows follow the new rules. A failure is only logged.
+/// Deletes the UDP flows to one of `ports` of this host, and those whose replies come from one of `containers`, so
+/// that known flows follow the new rules. A failure is only logged.
 fn forget(ports: &[u16], containers: &[IpAddr]) {
+    const UDP: u8 = 17;
     if ports.is_empty() {
         return;
     }
+    let is_stale = |flow: &Flow| {
+        let answered = flow.reply.source.is_some_and(|a| containers.contains(&a));
+        flow.original.protocol == UDP
+            && (answered || ports.contains(&flow.original.destination_port))
+    };
     for v4 in [true, false] {
-        if let Err(error) = conntrack::forget_udp(v4, ports, containers) {
+        let deleted = Conntrack::open().and_then(|mut table| table.delete(v4, is_stale));
+        if let Err(error) = deleted {
             eprintln!(
                 "portmap: deleting conntrack entries failed, so existing UDP flows may keep their old destination: {error}"
             );
