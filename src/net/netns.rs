@@ -45,6 +45,14 @@ pub fn own() -> io::Result<File> {
     File::open(OWN)
 }
 
+/// Enters a namespace and returns the present one. Separate from [`inside`], which the compiler repeats for each `work`.
+#[inline(never)]
+fn enter(namespace: &File) -> io::Result<File> {
+    let home = own()?;
+    setns(namespace, CloneFlags::CLONE_NEWNET)?;
+    Ok(home)
+}
+
 /// Runs `work` inside a namespace and then returns to the present one, and returns the value of `work`. Only the calling
 /// thread changes its namespace (setns(2)); sockets that `work` opens stay in the namespace.
 ///
@@ -52,8 +60,7 @@ pub fn own() -> io::Result<File> {
 ///
 /// The thread cannot enter the namespace, and `work` did not run; or the thread cannot return from the namespace.
 pub fn inside<T>(namespace: &File, work: impl FnOnce() -> T) -> io::Result<T> {
-    let home = own()?;
-    setns(namespace, CloneFlags::CLONE_NEWNET)?;
+    let home = enter(namespace)?;
     let result = work();
     setns(&home, CloneFlags::CLONE_NEWNET)?;
     Ok(result)

@@ -17,8 +17,7 @@ use holdfast_net::netlink::{Attributes, Message};
 use holdfast_net::nft::expression::{
     address_is, for_this_host, interface_is, octets, port_is, protocol_is,
 };
-use holdfast_net::nft::statement::{masquerade, redirect, verdict};
-use holdfast_net::nft::verdict::Verdict;
+use holdfast_net::nft::statement::{jump, masquerade, redirect};
 use holdfast_net::nft::{Family, Hook, Nft, OwnerMark, Rule, Table};
 
 const TABLES: [Table; 2] = [
@@ -101,7 +100,7 @@ fn masquerading(table: Table) -> Message {
 
 fn scaffold(table: Table) -> Vec<Message> {
     let mut local = for_this_host();
-    local.push(verdict(&Verdict::jump(ALL)));
+    local.push(jump(ALL));
     vec![
         table.create(),
         table.chain(PORTS),
@@ -110,8 +109,8 @@ fn scaffold(table: Table) -> Vec<Message> {
         table.hooked(PREROUTING, nat(0, -100)),
         table.hooked("output", nat(3, -100)),
         masquerading(table),
-        table.append(ALL, &[verdict(&Verdict::jump(BY_ADDRESS))], OwnerMark::None),
-        table.append(ALL, &[verdict(&Verdict::jump(PORTS))], OwnerMark::None),
+        table.append(ALL, &[jump(BY_ADDRESS)], OwnerMark::None),
+        table.append(ALL, &[jump(PORTS)], OwnerMark::None),
         table.append(PREROUTING, &local, OwnerMark::None),
         table.append("output", &local, OwnerMark::None),
     ]

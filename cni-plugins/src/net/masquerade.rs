@@ -9,7 +9,7 @@ use super::iptables;
 use crate::cni::{Owner, is_orphaned};
 use holdfast_net::netlink::Message;
 use holdfast_net::nft::expression::{address_is, family_is};
-use holdfast_net::nft::statement::{masquerade, verdict};
+use holdfast_net::nft::statement::{goto, masquerade, verdict};
 use holdfast_net::nft::verdict::Verdict;
 use holdfast_net::nft::{Family, Hook, Nft, OwnerMark, Table};
 
@@ -42,11 +42,7 @@ fn scaffold() -> Vec<Message> {
         ),
         multicast(v4),
         multicast(v6),
-        TABLE.append(
-            POSTROUTING,
-            &[verdict(&Verdict::goto(CHECKS))],
-            OwnerMark::None,
-        ),
+        TABLE.append(POSTROUTING, &[goto(CHECKS)], OwnerMark::None),
     ]
 }
 

@@ -30,13 +30,17 @@ pub fn own() -> Result<File, Error> {
     netns::own().map_err(|e| failed("cannot open this process's network namespace", &e))
 }
 
+/// The error of a thread that cannot enter or leave a container's namespace.
+#[cold]
+fn unreachable(error: std::io::Error) -> Error {
+    failed(
+        "cannot enter or leave the container's network namespace",
+        &error,
+    )
+}
+
 /// Runs `work` inside a namespace and then returns to the present
 /// one. Only the calling thread changes its namespace (setns(2)).
 pub fn inside<T>(namespace: &File, work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    netns::inside(namespace, work).map_err(|e| {
-        failed(
-            "cannot enter or leave the container's network namespace",
-            &e,
-        )
-    })?
+    netns::inside(namespace, work).map_err(unreachable)?
 }

@@ -6,7 +6,7 @@ use std::io;
 use super::ignore_missing;
 use holdfast_net::netlink::Message;
 use holdfast_net::nft::expression::{interface_is, sender_is};
-use holdfast_net::nft::statement::verdict;
+use holdfast_net::nft::statement::{jump, verdict};
 use holdfast_net::nft::verdict::Verdict;
 use holdfast_net::nft::{Family, Hook, Nft, OwnerMark, Table};
 
@@ -55,14 +55,14 @@ pub fn add(port: &str, mac: [u8; 6], container: &str, ifname: &str) -> io::Resul
     } = names(container, ifname);
     let mark = OwnerMark::Comment(&comment);
     let mut from_port = interface_is(true, port, true);
-    from_port.push(verdict(&Verdict::jump(&first)));
+    from_port.push(jump(&first));
     let mut from_mac = sender_is(mac);
     from_mac.push(verdict(&Verdict::Return));
     let rules = [
         TABLE.create(),
         TABLE.chain(&first),
         TABLE.chain(&second),
-        TABLE.append(&first, &[verdict(&Verdict::jump(&second))], mark),
+        TABLE.append(&first, &[jump(&second)], mark),
         TABLE.append(&second, &from_mac, mark),
         TABLE.append(&second, &[verdict(&Verdict::Drop)], mark),
         TABLE.append(ENTRY, &from_port, mark),

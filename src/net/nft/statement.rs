@@ -28,6 +28,18 @@ pub fn verdict(verdict: &Verdict) -> Attributes {
     immediate(REG_VERDICT, &verdict.data())
 }
 
+/// Continues in another chain, and returns afterwards.
+#[must_use]
+pub fn jump(chain: &str) -> Attributes {
+    verdict(&Verdict::jump(chain))
+}
+
+/// Continues in another chain, and does not return.
+#[must_use]
+pub fn goto(chain: &str) -> Attributes {
+    verdict(&Verdict::goto(chain))
+}
+
 /// Gives each packet the verdict that a verdict map has for its fields. Other packets continue with the next rule.
 #[must_use]
 pub fn verdict_of_map(fields: &[Field], map: &Set) -> Vec<Attributes> {
