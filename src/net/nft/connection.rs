@@ -1,5 +1,6 @@
 //! A connection to the kernel's tables: transactions and listings.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::ops::ControlFlow;
 
@@ -12,6 +13,7 @@ use super::numbers::{
 };
 use super::rule::{Rule, parse};
 use super::set::{self, Set};
+use super::value::Value;
 use crate::netlink::{ACK, BatchError, DUMP, Message, REQUEST, Rejection, Socket, nested};
 
 /// Maximum number of attempts for a transaction or listing that conflicts with others.
@@ -156,6 +158,11 @@ impl Nft {
                 continue;
             }
             let elements = element::read(set, bodies.iter().map(Vec::as_slice))?;
+            // While the kernel resizes a hash table, a listing has some elements twice instead of others, without a flag.
+            let keys: BTreeSet<&[Value]> = elements.iter().map(|e| e.key.as_slice()).collect();
+            if keys.len() < elements.len() {
+                continue;
+            }
             return if elements.len() > most {
                 Err(too_large())
             } else {
