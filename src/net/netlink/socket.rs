@@ -236,7 +236,7 @@ impl Socket {
             let length = match self.receive(&mut buffer, MsgFlags::MSG_DONTWAIT) {
                 Ok(length) => length,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                // The kernel drops answers if the receive buffer is full (ENOBUFS), and says so once.
+                // The kernel drops answers if the receive buffer is full (ENOBUFS), and reports the loss once.
                 Err(error) if error.raw_os_error() == Some(Errno::ENOBUFS as i32) => {
                     lost = Some(error);
                     continue;
@@ -341,7 +341,7 @@ impl Socket {
                         return Err(io::Error::from_raw_os_error(received.errno()));
                     }
                     DONE | ERROR => return Ok(is_whole && is_wanted),
-                    // A dump that nobody reads to its end would block the next request.
+                    // An unread rest of a dump would block the next request.
                     kind if is_wanted => is_wanted = each(kind, received.body).is_continue(),
                     _ => {}
                 }

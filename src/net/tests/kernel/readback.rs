@@ -1,4 +1,4 @@
-//! What is written is read back from the kernel, for random sets and elements.
+//! Random sets and elements are written, and the kernel returns the same ones.
 
 use std::time::Duration;
 
