@@ -16,8 +16,8 @@ const DELETE: u16 = 1 << 8 | 2;
 
 /// `CTA_…`.
 mod attribute {
-    pub const ORIGINAL: u16 = 1;
-    pub const REPLY: u16 = 2;
+    pub(crate) const ORIGINAL: u16 = 1;
+    pub(crate) const REPLY: u16 = 2;
     pub const STATUS: u16 = 3;
     pub const MARK: u16 = 8;
     pub const ID: u16 = 12;
@@ -27,12 +27,12 @@ mod attribute {
 /// `CTA_TUPLE_…`, `CTA_IP_…` and `CTA_PROTO_…`.
 mod tuple {
     pub const ADDRESSES: u16 = 1;
-    pub const PROTOCOL: u16 = 2;
+    pub(crate) const PROTOCOL: u16 = 2;
     pub const SOURCES: [u16; 2] = [1, 3];
-    pub const DESTINATIONS: [u16; 2] = [2, 4];
-    pub const NUMBER: u16 = 1;
-    pub const SOURCE_PORT: u16 = 2;
-    pub const DESTINATION_PORT: u16 = 3;
+    pub(crate) const DESTINATIONS: [u16; 2] = [2, 4];
+    pub(crate) const NUMBER: u16 = 1;
+    pub(crate) const SOURCE_PORT: u16 = 2;
+    pub(crate) const DESTINATION_PORT: u16 = 3;
 }
 
 /// One direction of a flow.

@@ -10,9 +10,9 @@ use super::{code, sources_of};
 const ALL: [&str; 5] = ["src", "tests", "benches", "cni-plugins", "proto"];
 
 /// The crates of the workspace whose items are checked.
-const CRATES: [&str; 13] = [
+const CRATES: [&str; 14] = [
     "agent", "config", "control", "core", "cri", "csi", "devices", "host", "https", "kubeapi",
-    "probes", "sealed", "sys",
+    "net", "probes", "sealed", "sys",
 ];
 
 fn words(text: &str) -> impl Iterator<Item = &str> {
@@ -21,8 +21,11 @@ fn words(text: &str) -> impl Iterator<Item = &str> {
 
 /// The crate of a file, if its items are checked.
 fn crate_of(path: &Path) -> Option<&str> {
-    let name = path.strip_prefix("src").ok()?.iter().next()?.to_str()?;
-    CRATES.contains(&name).then_some(name)
+    let mut parts = path.strip_prefix("src").ok()?.iter();
+    let name = parts.next()?.to_str()?;
+    // A crate's `tests` are another crate.
+    let is_own = parts.next() != Some("tests".as_ref());
+    (CRATES.contains(&name) && is_own).then_some(name)
 }
 
 /// The name of the function, constant or module that a line declares as public.

@@ -244,7 +244,7 @@ fn progress(
 
 /// The time until the progress deadline passes; `None` if it has passed, or the rollout is complete.
 #[must_use]
-pub fn time_to_deadline(deployment: &Deployment, now: Timestamp) -> Option<Duration> {
+pub(crate) fn time_to_deadline(deployment: &Deployment, now: Timestamp) -> Option<Duration> {
     let deadline = deployment.spec.as_ref()?.progress_deadline_seconds;
     let conditions = deployment.status.as_ref()?.conditions.as_ref()?;
     let progressing = conditions.iter().find(|c| c.type_ == "Progressing")?;

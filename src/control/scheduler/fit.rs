@@ -112,7 +112,7 @@ pub struct Cluster {
 
 impl Cluster {
     /// Records a node, or its deletion. Returns whether the change may let a pod fit, or changes why no node fits.
-    pub fn set_node(&mut self, name: &str, node: Option<&Arc<Node>>) -> bool {
+    pub(crate) fn set_node(&mut self, name: &str, node: Option<&Arc<Node>>) -> bool {
         let Some(node) = node else {
             return self.nodes.remove(name).is_some();
         };

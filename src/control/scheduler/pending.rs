@@ -176,7 +176,7 @@ impl Pending {
     }
 
     /// The pods to evaluate now, in the order of their rank.
-    pub fn take_due(&mut self, now: Instant) -> Vec<(Key, Arc<Pod>)> {
+    pub(crate) fn take_due(&mut self, now: Instant) -> Vec<(Key, Arc<Pod>)> {
         while let Some((due, key)) = self.timers.first().cloned()
             && due <= now
         {
@@ -219,7 +219,7 @@ impl Pending {
     }
 
     /// Waits until the claims of a pod are bound.
-    pub fn wait_for_storage(&mut self, key: &Key, now: Instant) {
+    pub(crate) fn wait_for_storage(&mut self, key: &Key, now: Instant) {
         let hints = Hints {
             resources: false,
             storage: true,
@@ -260,7 +260,7 @@ impl Pending {
 
     /// When the next waiting pod is due.
     #[must_use]
-    pub fn next_due(&self) -> Option<Instant> {
+    pub(crate) fn next_due(&self) -> Option<Instant> {
         self.timers.first().map(|(due, _)| *due)
     }
 }

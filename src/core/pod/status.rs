@@ -253,7 +253,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     let before = before(facts.previous, &container.name);
     let initial = initial_reason(facts.pod);
     let (newest, older) = match facts.observed.latest_two(&container.name) {
-        // An instance that was created and never started is none of a pod that has ended, if an earlier one has run.
+        // In a stopped pod, an instance that was created and never started does not count if an earlier one has run.
         (Some(c), Some(_)) if facts.ended && c.state == ContainerState::Created => {
             facts.observed.latest_two_started(&container.name)
         }
@@ -298,7 +298,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
         status.last_state = kept.filter(|s| of(s) != status.container_id);
     }
     let running = newest.state == ContainerState::Running;
-    // It was created and never started.
+    // A container that was created and never started.
     let is_lost = facts.ended
         && newest.state == ContainerState::Created
         && missing::is_lost(facts, role, container);

@@ -188,7 +188,7 @@ pub struct Attributes(Buffer);
 
 impl Attributes {
     /// The maximum number of bytes in an attribute.
-    pub const MAX_CONTENT: usize = u16::MAX as usize - HEADER;
+    pub(crate) const MAX_CONTENT: usize = u16::MAX as usize - HEADER;
 
     /// Starts without attributes.
     #[must_use]

@@ -12,12 +12,12 @@ pub const REQUEST: u16 = 0x1;
 /// `NLM_F_ACK`: the kernel also answers if it succeeds.
 pub const ACK: u16 = 0x4;
 /// `NLM_F_DUMP`: the kernel answers with all objects.
-pub const DUMP: u16 = 0x300;
+pub(crate) const DUMP: u16 = 0x300;
 /// `NLM_F_EXCL`: an existing object is an error.
-pub const EXCL: u16 = 0x200;
+pub(crate) const EXCL: u16 = 0x200;
 /// `NLM_F_CREATE`: the kernel creates a missing object.
 pub const CREATE: u16 = 0x400;
 /// `NLM_F_APPEND`: the object becomes the last one of its list.
-pub const APPEND: u16 = 0x800;
+pub(crate) const APPEND: u16 = 0x800;
 /// `NLA_F_NESTED`: the attribute contains attributes.
 pub const NESTED: u16 = 0x8000;

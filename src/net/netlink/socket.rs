@@ -166,7 +166,7 @@ impl Socket {
     /// # Errors
     ///
     /// The kernel has no nfnetlink, or the process has too many open files.
-    pub fn netfilter() -> io::Result<Socket> {
+    pub(crate) fn netfilter() -> io::Result<Socket> {
         Self::open(SockProtocol::NetlinkNetFilter)
     }
 

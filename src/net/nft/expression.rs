@@ -121,10 +121,6 @@ pub mod state {
     pub const ESTABLISHED: u32 = 2;
     /// The connection belongs to another one.
     pub const RELATED: u32 = 4;
-    /// The connection is new.
-    pub const NEW: u32 = 8;
-    /// A rule has exempted the packet from tracking.
-    pub const UNTRACKED: u32 = 64;
 }
 
 /// Bits of [`Field::ConnectionStatus`] (`enum ip_conntrack_status`).
