@@ -37,6 +37,8 @@ fn of_all_pods(cluster: &Cluster, v1: &str, v2: &str) -> u64 {
 
 /// The image of every hog.
 const IMAGE: &str = "test.local/busybox:1";
+/// So few free processes that other tests never leave only them.
+const FEW: u64 = 1000;
 
 /// A pod that waits for [`release`] and then runs `script`.
 fn hog(cluster: &Cluster, name: &str, script: &str) {
@@ -319,20 +321,18 @@ fn make_inode_hogs(cluster: &Cluster) {
 
 /// The configuration of a node with low thresholds. Disk pressure begins when 120 MiB of the root
 /// directory's 220 are used (softly at 106) and ends at 85. Inode pressure begins at 14,000 of 20,000
-/// and ends at 7,000. PID pressure begins at 1,350 processes more than now and ends at 600 more.
-fn small_node() -> String {
+/// and ends at 7,000. PID pressure begins if only `free` processes can be started, and ends at 750 more.
+fn small_node(free: u64) -> String {
     let info = std::fs::read_to_string("/proc/meminfo").unwrap();
     let total = info.lines().next().unwrap().split_whitespace().nth(1);
     let total: u64 = total.unwrap().parse().unwrap();
-    let (most, now) = sys::meter::processes();
     let fields = [
         format!("systemReserved: {{memory: {}Ki}}", total - (600 << 10)),
         "systemReservedCgroup: /holdfast-t-pressure-system".into(),
         "enforceNodeAllocatable: [pods, system-reserved]".into(),
         "evictionPressureTransitionPeriod: 20s".into(),
         format!(
-            "evictionHard: {{memory.available: 200Mi, nodefs.available: 100Mi, nodefs.inodesFree: '6000', pid.available: '{}'}}",
-            most - now - 1350
+            "evictionHard: {{memory.available: 200Mi, nodefs.available: 100Mi, nodefs.inodesFree: '6000', pid.available: '{free}'}}"
         ),
         "evictionSoft: {nodefs.available: 114Mi}".into(),
         "evictionSoftGracePeriod: {nodefs.available: 3s}".into(),
@@ -355,11 +355,11 @@ fn limits_are_reported(cluster: &Cluster) {
     }
 }
 
-/// Restarts the agent with a threshold for the current number of processes, because others on this
-/// machine have some too.
-fn recount_processes(cluster: &Cluster) {
+/// Restarts the agent with another threshold for processes. Other tests start and end thousands on this machine, so only
+/// the part with fork bombs has a threshold near the current number.
+fn set_free_processes(cluster: &Cluster, free: u64) {
     let config = cluster.config.as_ref().unwrap();
-    std::fs::write(config.path(), small_node()).unwrap();
+    std::fs::write(config.path(), small_node(free)).unwrap();
     cluster.kill("agent");
     cluster.up();
 }
@@ -374,7 +374,8 @@ fn fork_bombs_go(cluster: &Cluster) {
     cluster.wait("the third pod to be ready", || {
         support::condition(&cluster.pod("forks-more"), "Ready") == "True"
     });
-    recount_processes(cluster);
+    let (most, now) = sys::meter::processes();
+    set_free_processes(cluster, most - now - 1350);
     release_and_wait(cluster, &["forks-few", "forks-low"]);
     let status = is_evicted(cluster, "forks-more", "PIDPressure", "pids");
     let message = status["message"].as_str().unwrap();
@@ -384,6 +385,7 @@ fn fork_bombs_go(cluster: &Cluster) {
         "forks-low",
         &["forks-low", "forks-more", "forks-few"],
     );
+    set_free_processes(cluster, FEW);
 }
 
 /// A hog that only crosses a soft threshold has its grace period and uses it. A memory hog that starts
@@ -463,7 +465,7 @@ fn make_classes(cluster: &Cluster) {
 /// other load on this machine has no influence.
 fn make_small_node() -> (Cluster, SmallDisk, Group) {
     let config = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(config.path(), small_node()).unwrap();
+    std::fs::write(config.path(), small_node(FEW)).unwrap();
     let mut cluster = Cluster::new("pressure", 57);
     cluster.config = Some(config);
     cluster.clear();
