@@ -18,6 +18,8 @@ mod proxy;
 #[path = "../support/mod.rs"]
 mod support;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 mod canary;
 mod certificates;
 mod containers;
@@ -44,3 +46,10 @@ mod streams;
 mod supervision;
 mod users;
 mod volumes;
+
+/// For a test that starts or ends hundreds of processes at once, or that depends on their number on this machine: only one
+/// at a time.
+fn many_processes() -> MutexGuard<'static, ()> {
+    static PROCESSES: Mutex<()> = Mutex::new(());
+    PROCESSES.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -35,6 +35,7 @@ const DRIVER: &str = "slow.test";
 
 #[test]
 fn recovery_is_quick_with_the_installed_runtime() {
+    let _alone = crate::many_processes();
     Node::start("rows", 60, None).all_rows();
 }
 
@@ -44,6 +45,7 @@ fn recovery_is_quick_with_newer_runtimes() {
     // One after the other: three concurrent bursts on two cores would measure the machine.
     for (i, containerd) in (0..).zip(&containerds) {
         let bin = containerd.parent().unwrap().to_owned();
+        let _alone = crate::many_processes();
         Node::start(&format!("rows{i}"), 80 + i, Some(bin)).all_rows();
     }
 }

@@ -562,6 +562,7 @@ async fn answered(stream: &mut (impl tokio::io::AsyncRead + Unpin), line: &str, 
 fn thousands_of_streams_leave_nothing_behind() {
     use tokio::io::AsyncWriteExt as _;
 
+    let _alone = crate::many_processes();
     let cluster = Cluster::start("thousands", 50);
     let image = support::busybox(&cluster);
     cluster.apply(&pod("shell", &image, "echo hello; sleep 10000"));
