@@ -84,6 +84,8 @@ CLUSTERS = --workspace --test cluster
 OTHERS = --workspace --lib --bins --test c[!l]* --test [!c]*
 TEST = $(CARGO) test --locked --no-fail-fast $(FLAGS)
 THREADS = 4
+# Beside the clusters, 200 seeds without optimisation would take longer than these.
+test: export HOLDFAST_SEEDS ?= 50
 test: test-deps $(if $(ALL),runtimes kubectls machine) ## Run the tests (ONLY='--workspace --test cluster node::' for one suite)
 	@$(TEST) $(or $(ONLY),--workspace) --no-run
 	@$(if $(ALL),$(FETCHED)) tests/support/count.sh $(if $(ONLY),'$(TEST) $(ONLY) -- --test-threads=$(THREADS)','$(TEST) $(CLUSTERS) -- --test-threads=6' '$(TEST) $(OTHERS) -- --test-threads=$(THREADS)')
