@@ -336,7 +336,6 @@ tests/cluster/mounts a_subpath_never_escapes_its_volume 111
 tests/cluster/mounts mounts_follow_their_propagation_and_host_paths_are_checked 140
 tests/cluster/streams commands_run_in_containers_and_ports_are_forwarded 161
 tests/cluster/streams newer_kubectls_run_commands_and_forward_ports 129
-tests/cluster/streams thousands_of_streams_leave_nothing_behind 104
 tests/cluster/volumes claims_are_bound_mounted_kept_and_released 217
 tests/cluster/volumes volumes_follow_changes_in_the_api 149
 ";

@@ -79,16 +79,8 @@ fn commands_run_in_containers_and_ports_are_forwarded() {
     );
 
     // Copies files in both directions.
-    cluster.kubectl(&[
-        "exec",
-        "shell",
-        "--",
-        "busybox",
-        "ln",
-        "-s",
-        "/bin/busybox",
-        "/bin/tar",
-    ]);
+    let link = "exec shell -- busybox ln -s /bin/busybox /bin/tar".split(' ');
+    cluster.kubectl(&link.collect::<Vec<&str>>());
     let dir = tempfile::tempdir().unwrap();
     let (here, back) = (dir.path().join("here"), dir.path().join("back"));
     std::fs::write(&here, &payload).unwrap();
@@ -558,6 +550,39 @@ async fn answered(stream: &mut (impl tokio::io::AsyncRead + Unpin), line: &str, 
     }
 }
 
+/// A request that opens a stream: the first line without the protocol, additional headers, and what the answer contains.
+type StreamRequest = (String, String, &'static str);
+
+/// The headers of a request for a WebSocket, except for the subprotocol.
+const SOCKET: &str = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n";
+
+/// A request for a stream of each kind.
+fn stream_requests(namespace: &str) -> Vec<StreamRequest> {
+    let upgrade = "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n";
+    vec![
+        (
+            format!("POST /exec/{namespace}/shell/c?command=true&output=1"),
+            format!("{upgrade}X-Stream-Protocol-Version: v4.channel.k8s.io\r\n"),
+            " 101 ",
+        ),
+        (
+            format!("POST /portForward/{namespace}/shell"),
+            format!("{upgrade}X-Stream-Protocol-Version: portforward.k8s.io\r\n"),
+            " 101 ",
+        ),
+        (
+            format!("GET /containerLogs/{namespace}/shell/c?follow=true"),
+            String::new(),
+            "hello",
+        ),
+        (
+            format!("GET /portForward/{namespace}/shell"),
+            format!("{SOCKET}Sec-WebSocket-Protocol: SPDY/3.1+portforward.k8s.io\r\n"),
+            " 101 ",
+        ),
+    ]
+}
+
 #[test]
 fn thousands_of_streams_leave_nothing_behind() {
     use tokio::io::AsyncWriteExt as _;
@@ -576,35 +601,12 @@ fn thousands_of_streams_leave_nothing_behind() {
     let tls = std::sync::Arc::new(
         holdfast_https::client(&admin.certificate, &admin.key, &admin.roots).unwrap(),
     );
-    let upgrade = "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n";
-    let socket = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n";
     let namespace = cluster.namespace();
-    let kinds = [
-        (
-            format!("POST /exec/{namespace}/shell/c?command=true&output=1"),
-            format!("{upgrade}X-Stream-Protocol-Version: v4.channel.k8s.io\r\n"),
-            " 101 ",
-        ),
-        (
-            format!("POST /portForward/{namespace}/shell"),
-            format!("{upgrade}X-Stream-Protocol-Version: portforward.k8s.io\r\n"),
-            " 101 ",
-        ),
-        (
-            format!("GET /containerLogs/{namespace}/shell/c?follow=true"),
-            String::new(),
-            "hello",
-        ),
-        (
-            format!("GET /portForward/{namespace}/shell"),
-            format!("{socket}Sec-WebSocket-Protocol: SPDY/3.1+portforward.k8s.io\r\n"),
-            " 101 ",
-        ),
-    ];
+    let kinds = stream_requests(namespace);
     // This one really runs its command.
     let command = (
         format!("GET /exec/{namespace}/shell/c?command=busybox&command=true&output=1"),
-        format!("{socket}Sec-WebSocket-Protocol: v5.channel.k8s.io\r\n"),
+        format!("{SOCKET}Sec-WebSocket-Protocol: v5.channel.k8s.io\r\n"),
         " 101 ",
     );
     let one = |n: usize| {
@@ -682,16 +684,8 @@ fn newer_kubectls_run_commands_and_forward_ports() {
             .all(|name| condition(&cluster.pod(name), "Ready") == "True")
             && is_listening(&cluster, "web")
     });
-    cluster.kubectl(&[
-        "exec",
-        "shell",
-        "--",
-        "busybox",
-        "ln",
-        "-s",
-        "/bin/busybox",
-        "/bin/tar",
-    ]);
+    let link = "exec shell -- busybox ln -s /bin/busybox /bin/tar".split(' ');
+    cluster.kubectl(&link.collect::<Vec<&str>>());
     for program in programs.iter().filter(|p| p.exists()) {
         let run = |arguments: &[&str]| {
             let output = with(program, &cluster, arguments).output().unwrap();
