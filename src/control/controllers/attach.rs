@@ -15,9 +15,9 @@ use kube::runtime::watcher;
 use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 
-use super::Caches;
 use super::any_change;
 use super::runtime::relevant_changes;
+use super::{Caches, is_stale};
 use holdfast_core::{
     pod,
     volume::{claims, csi, migrated},
@@ -25,7 +25,6 @@ use holdfast_core::{
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::Cache;
 use holdfast_kubeapi::cache::revision;
-use holdfast_kubeapi::client::code;
 
 /// A VolumeAttachment that a pod needs.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -392,7 +391,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
             for step in observed.steps() {
                 if let Err(error) = execute(&client, &nodes, step).await {
                     unfinished = true;
-                    if !matches!(code(&error), Some(404 | 409)) {
+                    if !is_stale(&error) {
                         tracing::warn!(error = %holdfast_kubeapi::failure::chain(&error), "reconcile of a VolumeAttachment failed, retrying");
                     }
                 }

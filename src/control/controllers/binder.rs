@@ -16,16 +16,15 @@ use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 
-use super::Caches;
 use super::any_change;
 use super::runtime::relevant_changes;
+use super::{Caches, is_stale};
 use crate::api::storage::{CLAIM_IN_USE, VOLUME_IN_USE};
 use holdfast_core::pod;
 use holdfast_core::volume::claims::{
     self, BIND_COMPLETED, BOUND_BY_CONTROLLER, PROVISIONED_BY, SELECTED_NODE,
 };
 use holdfast_kubeapi::Api;
-use holdfast_kubeapi::client::code;
 
 /// The provisioner of directories on this machine.
 pub const DIRECTORY: &str = "holdfast.example/directory";
@@ -571,7 +570,7 @@ pub(super) async fn run(client: Client, caches: Caches, directories: Option<(Pat
             }
             match execute(&client, step.clone(), directories.as_ref()).await {
                 // 404 and 409: the step was based on stale state; the next reconciliation decides again.
-                Err(error) if !matches!(code(&error), Some(404 | 409)) => {
+                Err(error) if !is_stale(&error) => {
                     tracing::warn!(error = %holdfast_kubeapi::failure::chain(&error), ?step, "reconcile of a claim or volume failed, retrying");
                     unfinished = true;
                 }

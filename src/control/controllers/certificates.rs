@@ -10,11 +10,10 @@ use kube::runtime::watcher;
 use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 
-use super::any_change;
+use super::{any_change, is_stale};
 use holdfast_core::node::signing::{self, CsrRequest, Requester, Verdict};
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::Cache;
-use holdfast_kubeapi::client::code;
 use holdfast_kubeapi::failure::chain;
 
 /// Signs a validated request: whether it is for a client certificate, and the lifetime in seconds. The result is PEM.
@@ -177,7 +176,7 @@ pub(super) async fn run(client: Client, sign: Sign) {
         for request in requests.list() {
             let step = decide(&request, Timestamp::now());
             if let Err(error) = take(&client, &request, step, &sign).await {
-                unfinished |= !matches!(code(&error), Some(404 | 409));
+                unfinished |= !is_stale(&error);
                 if unfinished {
                     tracing::warn!(error = %chain(&error), request = request.name_any(), "reconcile of a CertificateSigningRequest failed, retrying");
                 }

@@ -16,7 +16,7 @@ use super::Caches;
 use super::event;
 use super::owned::owner;
 use super::rollout::{self, HASH, REVISION};
-use super::runtime::{Expectations, Keys, Next};
+use super::runtime::{Expectations, Keys, Next, unseen};
 use super::{controller_of, controller_reference};
 use crate::api::object;
 use crate::api::selector::Selector;
@@ -97,10 +97,10 @@ struct Controller {
 pub(super) async fn run(client: Client, caches: Caches) {
     let controller = Controller {
         client,
-        caches,
         keys: Keys::new(),
-        sets: Expectations::default(),
-        deployments: Expectations::default(),
+        sets: Expectations::of(&caches.replica_sets),
+        deployments: Expectations::of(&caches.deployments),
+        caches,
         templates: Templates::default(),
     };
     let (keys, caches) = (&controller.keys, &controller.caches);
@@ -151,15 +151,7 @@ impl Controller {
 
     async fn reconcile_deployment(&self, deployment: &Key) -> Next {
         let caches = &self.caches;
-        let (sets, deployments) = (
-            caches.replica_sets.latest_revision(),
-            caches.deployments.latest_revision(),
-        );
-        let waits = [
-            self.sets.pending(deployment, sets),
-            self.deployments.pending(deployment, deployments),
-        ];
-        if let Some(left) = waits.into_iter().flatten().max() {
+        if let Some(left) = unseen([&self.sets, &self.deployments], deployment) {
             // The change that shows the write queues the deployment again.
             return Next::After(left);
         }

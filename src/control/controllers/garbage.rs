@@ -13,8 +13,8 @@ use kube::{Client, Resource};
 use serde::de::DeserializeOwned;
 use serde_json::json;
 
-use super::Caches;
 use super::runtime::{Keys, Next};
+use super::{Caches, is_stale};
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::cache::{self, Cache};
 use holdfast_kubeapi::client::code;
@@ -321,7 +321,7 @@ where
         _ => Ok(()),
     };
     if let Err(error) = result
-        && !matches!(code(&error), Some(404 | 409))
+        && !is_stale(&error)
     {
         tracing::debug!(%error, name, "garbage collection of an object failed, retrying");
         return Next::Retry;

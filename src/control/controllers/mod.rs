@@ -162,6 +162,11 @@ impl Caches {
     }
 }
 
+/// Whether a write failed because its object was deleted or changed. The cache shows that later.
+fn is_stale(error: &kube::Error) -> bool {
+    matches!(code(error), Some(404 | 409))
+}
+
 /// Runs all controllers until the process exits. `ca` is the CA certificate that pods use to verify the apiserver.
 /// `directories` is where local volumes are created, with the name of this machine's node. `sign` signs certificates of
 /// nodes, and `sign_token` signs tokens in Secrets.

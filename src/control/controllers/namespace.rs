@@ -10,8 +10,8 @@ use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Client, Resource, ResourceExt as _};
 use serde_json::json;
 
-use super::Caches;
 use super::runtime::{Keys, Next};
+use super::{Caches, is_stale};
 use crate::api::resources::RESOURCES;
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::client::code;
@@ -188,7 +188,7 @@ async fn empty(client: &Client, caches: &Caches, namespace: &Namespace) -> Resul
         .replace_subresource("finalize", &name, &PostParams::default(), body)
         .map_err(kube::Error::BuildRequest)?;
     match client.request::<Namespace>(request).await {
-        Err(error) if !matches!(code(&error), Some(404 | 409)) => Err(error),
+        Err(error) if !is_stale(&error) => Err(error),
         _ => Ok(()),
     }
 }

@@ -16,14 +16,13 @@ use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
-use super::Caches;
 use super::runtime::{Keys, Next};
+use super::{Caches, is_stale};
 use crate::api::object::later;
 use holdfast_core::lock::lock;
 use holdfast_core::node::taints::tolerates;
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::Cache;
-use holdfast_kubeapi::client::code;
 
 /// Maximum time without heartbeats (kube-controller-manager's `--node-monitor-grace-period`).
 const HEARTBEAT_GRACE: Duration = Duration::from_secs(50);
@@ -243,7 +242,7 @@ impl Heartbeats {
 /// will show that.
 fn log_failure(result: Result<(), kube::Error>, what: &str, name: &str) -> bool {
     match result {
-        Err(error) if !matches!(code(&error), Some(404 | 409)) => {
+        Err(error) if !is_stale(&error) => {
             tracing::warn!(%error, name, "{what} failed, retrying");
             false
         }

@@ -13,14 +13,13 @@ use tokio::time::Instant;
 use super::Caches;
 use super::event;
 use super::owned::{Failures, create, owner};
-use super::runtime::{Expectations, Keys, Next};
-use super::{controller_of, controller_reference};
+use super::runtime::{Expectations, Keys, Next, unseen};
+use super::{controller_of, controller_reference, is_stale};
 use crate::api::selector::Selector;
 use holdfast_core::backoff::Doubling;
 use holdfast_core::pod;
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::cache::{Key, key};
-use holdfast_kubeapi::client::code;
 
 /// Maximum number of pods created or deleted in one reconciliation.
 const MAX_PODS_AT_ONCE: usize = 500;
@@ -223,9 +222,9 @@ struct Controller {
 pub(super) async fn run(client: Client, caches: Caches) {
     let controller = Controller {
         client,
-        caches,
         keys: Keys::new(),
-        expected: Expectations::default(),
+        expected: Expectations::of(&caches.pods),
+        caches,
         failures: Failures::new(RETRY),
     };
     let (keys, caches) = (&controller.keys, &controller.caches);
@@ -263,8 +262,7 @@ impl Controller {
 
     async fn reconcile_set(&self, set: &Key) -> Next {
         let caches = &self.caches;
-        let visible = caches.pods.latest_revision();
-        if let Some(left) = self.expected.pending(set, visible) {
+        if let Some(left) = unseen([&self.expected], set) {
             // The change that shows the write queues the set again.
             return Next::After(left);
         }
@@ -368,11 +366,6 @@ async fn reconcile(
         true => Next::after(wake),
         false => Next::Retry,
     }
-}
-
-/// Whether a write failed because its object was deleted or changed. The cache will show that and queue the set again.
-fn is_stale(error: &kube::Error) -> bool {
-    matches!(code(error), Some(404 | 409))
 }
 
 /// Records a patched pod. Returns false if the patch must be tried again.

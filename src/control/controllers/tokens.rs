@@ -12,7 +12,7 @@ use kube::runtime::watcher;
 use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 
-use super::{Caches, any_change};
+use super::{Caches, any_change, is_stale};
 use crate::api::token::Subject;
 use holdfast_core::meta;
 use holdfast_kubeapi::client::code;
@@ -141,7 +141,7 @@ pub(super) async fn run(client: Client, caches: Caches, ca: String, sign: SignTo
             // After a conflict, the next reconciliation sees the concurrent change. A rejected write is not retried,
             // because only a change of the Secret can make it valid.
             if let Err(error) = result
-                && !matches!(code(&error), Some(404 | 409))
+                && !is_stale(&error)
             {
                 unfinished |= !matches!(code(&error), Some(400 | 403 | 413 | 422));
                 tracing::warn!(error = %chain(&error), namespace = secret.namespace(), name = secret.name_any(), "reconcile of a service account token Secret failed");

@@ -14,7 +14,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::{DeleteParams, PostParams};
 use kube::{Client, ResourceExt as _};
 
-use super::runtime::{Expectations, Keys, Next};
+use super::runtime::{Expectations, Keys, Next, unseen};
 use super::{Caches, controller_of, controller_reference, event};
 use decide::{Observed, Plan, decide};
 use holdfast_kubeapi::Api;
@@ -52,9 +52,9 @@ pub(super) async fn run(client: Client, caches: Caches) {
     });
     let controller = Controller {
         client,
+        crons: Expectations::of(&caches.cron_jobs),
+        jobs: Expectations::of(&caches.jobs),
         caches,
-        crons: Expectations::default(),
-        jobs: Expectations::default(),
     };
     let turn = |cron: Key| controller.turn(cron);
     keys.work(WORKERS, turn).await;
@@ -63,15 +63,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
 impl Controller {
     async fn turn(&self, cron: Key) -> Next {
         let caches = &self.caches;
-        let (crons, jobs) = (
-            caches.cron_jobs.latest_revision(),
-            caches.jobs.latest_revision(),
-        );
-        let waits = [
-            self.crons.pending(&cron, crons),
-            self.jobs.pending(&cron, jobs),
-        ];
-        if let Some(left) = waits.into_iter().flatten().max() {
+        if let Some(left) = unseen([&self.crons, &self.jobs], &cron) {
             // The change that shows the write queues the CronJob again.
             return Next::After(left);
         }

@@ -20,8 +20,8 @@ use serde_json::json;
 use tokio::time::Instant;
 
 use super::owned::{self, Failures, owner};
-use super::runtime::{Expectations, Keys, Next};
-use super::{Caches, controller_of, controller_reference, event};
+use super::runtime::{Expectations, Keys, Next, unseen};
+use super::{Caches, controller_of, controller_reference, event, is_stale};
 use crate::api::selector::Selector;
 use backoff::Backoff;
 pub(super) use decide::ended_with;
@@ -30,7 +30,6 @@ use holdfast_core::backoff::Doubling;
 use holdfast_core::lock::lock;
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::cache::{Key, key};
-use holdfast_kubeapi::client::code;
 
 const COMPONENT: &str = "job-controller";
 /// The value of `managedBy` for jobs of this controller.
@@ -105,14 +104,14 @@ struct Controller {
 pub(super) async fn run(client: Client, caches: Caches) {
     let controller = Controller {
         client,
-        caches,
         keys: Keys::new(),
         memory: Memory {
-            jobs: Expectations::default(),
-            pods: Expectations::default(),
+            jobs: Expectations::of(&caches.jobs),
+            pods: Expectations::of(&caches.pods),
             failures: Mutex::default(),
             retries: Failures::new(RETRY_BACKOFF),
         },
+        caches,
     };
     let (keys, caches) = (&controller.keys, &controller.caches);
     keys.watch(&caches.jobs, work_of_job);
@@ -144,12 +143,7 @@ impl Controller {
 
     async fn reconcile_job(&self, job: &Key) -> Next {
         let (caches, memory) = (&self.caches, &self.memory);
-        let (jobs, pods) = (caches.jobs.latest_revision(), caches.pods.latest_revision());
-        let waits = [
-            memory.jobs.pending(job, jobs),
-            memory.pods.pending(job, pods),
-        ];
-        if let Some(left) = waits.into_iter().flatten().max() {
+        if let Some(left) = unseen([&memory.jobs, &memory.pods], job) {
             // The change that shows the write queues the job again.
             return Next::After(left);
         }
@@ -235,7 +229,7 @@ async fn expire(client: &Client, job: &Job) -> Result<Option<Duration>, kube::Er
 /// Maps 404 and 409 to `None`: an object that was deleted or changed is not an error.
 fn ignore_conflict<T>(result: Result<T, kube::Error>) -> Result<Option<T>, kube::Error> {
     match result {
-        Err(error) if matches!(code(&error), Some(404 | 409)) => Ok(None),
+        Err(error) if is_stale(&error) => Ok(None),
         result => result.map(Some),
     }
 }

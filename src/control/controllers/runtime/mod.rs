@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
-pub(super) use expectations::Expectations;
+pub(super) use expectations::{Expectations, unseen};
 use holdfast_core::lock::lock;
 use holdfast_kubeapi::Cache;
 pub(super) use queue::Next;
