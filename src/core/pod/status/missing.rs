@@ -2,9 +2,9 @@
 //! `pkg/kubelet/status/status_manager.go`). A container that could have started counts as lost, and as failed. A
 //! container that had to wait for others stays waiting.
 
-use k8s_openapi::api::core::v1::{Container, ContainerStatus, Pod};
+use k8s_openapi::api::core::v1::{Container, Pod};
 
-use super::{Facts, initialised_before};
+use super::{Facts, before, initialised_before};
 use crate::pod::observed::ContainerState;
 use crate::pod::{self, Role};
 
@@ -15,19 +15,10 @@ fn init_containers(pod: &Pod) -> &[Container] {
         .unwrap_or_default()
 }
 
-fn status_of<'a>(facts: &Facts<'a>, name: &str) -> Option<&'a ContainerStatus> {
-    let lists = [
-        &facts.previous.container_statuses,
-        &facts.previous.init_container_statuses,
-    ];
-    let mut all = lists.into_iter().flatten().flatten();
-    all.find(|s| s.name == name)
-}
-
 /// Whether a container is known to have been started.
 fn has_started(facts: &Facts<'_>, name: &str) -> bool {
     let seen = facts.observed.newest(name);
-    let reported = status_of(facts, name);
+    let reported = before(facts.previous, name);
     let state = reported.and_then(|s| s.state.as_ref());
     seen.is_some_and(|c| c.state != ContainerState::Created)
         || state.is_some_and(|s| s.running.is_some() || s.terminated.is_some())
@@ -40,7 +31,7 @@ fn has_started(facts: &Facts<'_>, name: &str) -> bool {
 
 fn has_succeeded(facts: &Facts<'_>, name: &str) -> bool {
     let seen = facts.observed.newest(name);
-    let reported = status_of(facts, name).and_then(|s| s.state.as_ref()?.terminated.as_ref());
+    let reported = before(facts.previous, name).and_then(|s| s.state.as_ref()?.terminated.as_ref());
     seen.is_some_and(|c| c.state == ContainerState::Exited && c.exit_code == 0)
         || reported.is_some_and(|t| t.exit_code == 0)
 }
