@@ -9,12 +9,6 @@ use super::{code, sources_of};
 /// The directories whose words count as uses: all crates, and their tests and benchmarks.
 const ALL: [&str; 5] = ["src", "tests", "benches", "cni-plugins", "proto"];
 
-/// The crates of the workspace whose items are checked.
-const CRATES: [&str; 14] = [
-    "agent", "config", "control", "core", "cri", "csi", "devices", "host", "https", "kubeapi",
-    "net", "probes", "sealed", "sys",
-];
-
 fn words(text: &str) -> impl Iterator<Item = &str> {
     text.split(|c: char| !c.is_alphanumeric() && c != '_')
 }
@@ -25,7 +19,8 @@ fn crate_of(path: &Path) -> Option<&str> {
     let name = parts.next()?.to_str()?;
     // A crate's `tests` are another crate.
     let is_own = parts.next() != Some("tests".as_ref());
-    (CRATES.contains(&name) && is_own).then_some(name)
+    let is_crate = Path::new("src").join(name).join("Cargo.toml").exists();
+    (is_crate && is_own).then_some(name)
 }
 
 /// The name of the function, constant or module that a line declares as public.

@@ -41,7 +41,7 @@ pub fn prepared(metrics: &Metrics, is_error: bool, took: Duration) {
 }
 
 /// Records the release of all claims of a pod.
-pub(crate) fn given_back(metrics: &Metrics, is_error: bool, took: Duration) {
+pub(crate) fn released(metrics: &Metrics, is_error: bool, took: Duration) {
     operation(metrics, "UnprepareResources", is_error, took);
 }
 

@@ -366,7 +366,7 @@ impl ClaimManager {
         }
         let begun = Instant::now();
         let outcome = self.release_inner(uid).await;
-        claim_metrics::given_back(metrics, outcome.is_err(), begun.elapsed());
+        claim_metrics::released(metrics, outcome.is_err(), begun.elapsed());
         outcome
     }
 
