@@ -1,7 +1,8 @@
 //! Decisions without side effects: no files, sockets, clock, environment, randomness or logging. Time and seeds are
 //! arguments, so the same input gives the same output.
 //!
-//! There is a directory for each domain, named as in `agent` and `host`: `pod`, `volume`, `image`, `node`, `serving`.
+//! There is a directory for each domain, named as in `agent` and `host`: `pod`, `volume`, `image`, `node`, `serving`, `services`,
+//! `policies`.
 //! Modules for several domains are next to these directories.
 //!
 //! Arithmetic must not overflow: operators would panic or wrap, and numbers in pods are unbounded.
@@ -20,10 +21,12 @@ pub mod lock;
 pub mod meta;
 pub mod node;
 pub mod pod;
+pub mod policies;
 pub mod quantity;
 pub mod repeated;
 pub mod schedule;
 pub mod selector;
+pub mod services;
 pub mod serving;
 pub mod time;
 pub mod varying;

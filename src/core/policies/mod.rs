@@ -1,0 +1,1 @@
+//! Which traffic network policies allow.

@@ -1,0 +1,1 @@
+//! What the kernel does with the traffic of services.
