@@ -8,7 +8,8 @@ use holdfast_net::nft::expression::{protocol_is, status};
 use holdfast_net::nft::statement::redirect;
 use holdfast_net::nft::{Hook, Nft, OwnerMark};
 
-use crate::namespace::{Namespace, TABLE};
+use crate::TABLE;
+use crate::namespace::Namespace;
 
 const UDP: u8 = 17;
 

@@ -18,7 +18,8 @@ use holdfast_net::nft::value::{Data, IpVersion, Type, Value, network};
 use holdfast_net::nft::verdict::Verdict;
 use holdfast_net::nft::{Hook, Nft, OwnerMark};
 
-use crate::namespace::{Namespace, TABLE, needs_nft};
+use crate::TABLE;
+use crate::namespace::{Namespace, needs_nft};
 
 fn v4(last: u8) -> Value {
     Value::Address([10, 96, 0, last].into())

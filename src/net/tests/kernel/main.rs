@@ -10,3 +10,11 @@ mod service;
 #[path = "../../../../tests/support/skip.rs"]
 mod skip;
 mod transactions;
+
+use holdfast_net::nft::{Family, Table};
+
+/// The table of the tests.
+pub const TABLE: Table = Table {
+    family: Family::Inet,
+    name: "holdfast-test",
+};

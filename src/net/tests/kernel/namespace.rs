@@ -5,15 +5,8 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use holdfast_net::netns;
-use holdfast_net::nft::{Family, Table};
 
 use crate::skip;
-
-/// The table of the tests.
-pub const TABLE: Table = Table {
-    family: Family::Inet,
-    name: "holdfast-test",
-};
 
 static COUNT: AtomicU32 = AtomicU32::new(0);
 

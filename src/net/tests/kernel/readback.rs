@@ -11,7 +11,8 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-use crate::namespace::{Namespace, TABLE};
+use crate::TABLE;
+use crate::namespace::Namespace;
 
 fn value(kind: Type) -> BoxedStrategy<Value> {
     match kind {

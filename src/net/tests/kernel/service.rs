@@ -17,7 +17,8 @@ use holdfast_net::nft::value::{Data, IpVersion, Type, Value};
 use holdfast_net::nft::verdict::Verdict;
 use holdfast_net::nft::{Hook, Nft, OwnerMark};
 
-use crate::namespace::{Namespace, TABLE};
+use crate::TABLE;
+use crate::namespace::Namespace;
 
 const TCP: u8 = 6;
 const PORT: u16 = 80;

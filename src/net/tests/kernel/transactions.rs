@@ -12,7 +12,8 @@ use holdfast_net::nft::value::{Data, Type, Value};
 use holdfast_net::nft::verdict::Verdict;
 use holdfast_net::nft::{Nft, OwnerMark};
 
-use crate::namespace::{Namespace, TABLE};
+use crate::TABLE;
+use crate::namespace::Namespace;
 
 /// A service's key and its chain.
 fn service(number: u32) -> Element {
