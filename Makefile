@@ -79,16 +79,18 @@ kubectls:
 # `--workspace` selects the same features of dependencies everywhere, so nothing is built twice.
 # With ALL=1, tests find what test-all-deps and the three targets above provide. Without, they report what they leave out.
 FETCHED = HOLDFAST_RUNTIMES=$(CURDIR)/$(RUNTIMES) HOLDFAST_KUBECTLS=$(CURDIR)/$(KUBECTLS) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE)
-# The clusters mostly wait, so the other suites run beside them. Cargo has no argument for all suites but one.
+# Tests mostly wait, so three groups of suites run beside each other: clusters, the plugins' black-box tests, and the others. Cargo has
+# no argument for all suites but some.
 CLUSTERS = --workspace --test cluster
-OTHERS = --workspace --lib --bins --test c[!l]* --test [!c]*
+PLUGINS = --workspace --test blackbox
+OTHERS = --workspace --lib --bins --test c[!l]* --test [!bc]*
 TEST = $(CARGO) test --locked --no-fail-fast $(FLAGS)
 THREADS = 4
 # Beside the clusters, 200 seeds without optimisation would take longer than these.
 test: export HOLDFAST_SEEDS ?= 50
 test: test-deps $(if $(ALL),runtimes kubectls machine) ## Run the tests (ONLY='--workspace --test cluster node::' for one suite)
 	@$(TEST) $(or $(ONLY),--workspace) --no-run
-	@$(if $(ALL),$(FETCHED)) tests/support/count.sh $(if $(ONLY),'$(TEST) $(ONLY) -- --test-threads=$(THREADS)','$(TEST) $(CLUSTERS) -- --test-threads=6' '$(TEST) $(OTHERS) -- --test-threads=$(THREADS)')
+	@$(if $(ALL),$(FETCHED)) tests/support/count.sh $(if $(ONLY),'$(TEST) $(ONLY) -- --test-threads=$(THREADS)','$(TEST) $(CLUSTERS) -- --test-threads=8' '$(TEST) $(PLUGINS) -- --test-threads=$(THREADS)' '$(TEST) $(OTHERS) -- --test-threads=$(THREADS)')
 
 # The same as .ci/run with larger numbers. It takes at most 90 minutes.
 test-all: ## Run all tests, also in virtual machines and with other containerds, 20,000 seeds and 200 rounds
