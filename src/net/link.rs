@@ -32,6 +32,7 @@ const IFLA_IFALIAS: u16 = 20;
 const IFLA_NET_NS_FD: u16 = 28;
 const IFLA_INFO_KIND: u16 = 1;
 const IFLA_INFO_DATA: u16 = 2;
+const IFLA_INFO_SLAVE_DATA: u16 = 5;
 const VETH_INFO_PEER: u16 = 1;
 /// The attribute of a bridge that enables VLAN filtering.
 pub const IFLA_BR_VLAN_FILTERING: u16 = 7;
@@ -77,6 +78,10 @@ pub struct Link {
     pub is_operational: bool,
     /// The attributes of its kind (`IFLA_INFO_DATA`), encoded.
     pub data: Vec<u8>,
+    /// Whether it is a bridge port in hairpin mode, which may send frames back to their sender.
+    pub hairpin: bool,
+    /// Whether it is an isolated bridge port, which exchanges no frames with other isolated ports.
+    pub isolated: bool,
 }
 
 impl Link {
@@ -138,6 +143,18 @@ pub(crate) fn number(bytes: &[u8]) -> Option<u32> {
     bytes.get(..4)?.try_into().ok().map(u32::from_ne_bytes)
 }
 
+/// Reads the flags of a bridge port. The ports of other kinds of links have other attributes with these numbers, so callers
+/// check the kind of the master.
+fn read_port(data: &[u8], link: &mut Link) {
+    for (kind, value) in attributes(data) {
+        match kind {
+            IFLA_BRPORT_MODE => link.hairpin = value == [1],
+            IFLA_BRPORT_ISOLATED => link.isolated = value == [1],
+            _ => {}
+        }
+    }
+}
+
 fn parse_link(body: &[u8]) -> Option<Link> {
     let index = number(body.get(4..)?)?;
     let flags = number(body.get(8..)?)?;
@@ -163,6 +180,7 @@ fn parse_link(body: &[u8]) -> Option<Link> {
                     match kind {
                         IFLA_INFO_KIND => link.kind = text(value),
                         IFLA_INFO_DATA => value.clone_into(&mut link.data),
+                        IFLA_INFO_SLAVE_DATA => read_port(value, &mut link),
                         _ => {}
                     }
                 }
@@ -496,15 +514,25 @@ impl Socket {
 
     /// The addresses of a link, except link-local IPv6 addresses.
     pub fn addresses(&mut self, index: u32) -> io::Result<Vec<IpNet>> {
+        let all = self.all_addresses()?.into_iter();
+        Ok(all
+            .filter(|(owner, _)| *owner == index)
+            .map(|(_, address)| address)
+            .collect())
+    }
+
+    /// The addresses of all links, each with the index of its link, except link-local IPv6 addresses.
+    ///
+    /// # Errors
+    ///
+    /// The kernel's answer is an error, or is lost.
+    pub fn all_addresses(&mut self) -> io::Result<Vec<(u32, IpNet)>> {
         let answers = self.query(Message::new(GET_ADDR, REQUEST | DUMP, &[0; 8]))?;
         let mut found = Vec::new();
         for (_, body) in answers {
             let (Some(prefix), Some(owner)) = (body.get(1), body.get(4..).and_then(number)) else {
                 continue;
             };
-            if owner != index {
-                continue;
-            }
             let mut address = None;
             for (kind, value) in attributes(body.get(8..).unwrap_or_default()) {
                 // IFA_LOCAL, if present, is the link's own address; IFA_ADDRESS is then the peer's.
@@ -518,7 +546,7 @@ impl Socket {
                 .filter(|a| !local(a))
                 .and_then(|a| IpNet::new(a, *prefix).ok())
             {
-                found.push(address);
+                found.push((owner, address));
             }
         }
         Ok(found)

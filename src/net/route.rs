@@ -21,6 +21,10 @@ const MAIN: u32 = 254;
 const UNIVERSE: u8 = 0;
 const LINK: u8 = 253;
 const UNICAST: u8 = 1;
+const LOCAL: u8 = 2;
+/// The table of the machine's own addresses.
+const LOCAL_TABLE: u8 = 255;
+const HOST: u8 = 254;
 const METRICS: u16 = 8;
 const METRIC_MTU: u16 = 2;
 const METRIC_ADVMSS: u16 = 8;
@@ -220,6 +224,58 @@ impl Socket {
         routes.retain(|r| r.destination.prefix_len() == 0 && r.table == MAIN && r.link != 0);
         routes.sort_by_key(|r| (r.destination.addr().is_ipv6(), r.priority));
         Ok(routes.first().map(|r| r.link))
+    }
+
+    /// Makes an address one of this machine's, without a device that has it, as `ip route add local ADDRESS dev lo` does. An
+    /// existing route is no error.
+    ///
+    /// # Errors
+    ///
+    /// The namespace has no loopback link, or the kernel refuses the route.
+    pub fn add_local(&mut self, address: IpAddr) -> io::Result<()> {
+        let message = self.local_route(NEW_ROUTE, REQUEST | ACK | CREATE | EXCL, address)?;
+        match self.execute(message) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            other => other,
+        }
+    }
+
+    /// Undoes [`Socket::add_local`]. A missing route is no error.
+    ///
+    /// # Errors
+    ///
+    /// The namespace has no loopback link, or the kernel refuses.
+    pub fn delete_local(&mut self, address: IpAddr) -> io::Result<()> {
+        let message = self.local_route(DEL_ROUTE, REQUEST | ACK, address)?;
+        match self.execute(message) {
+            Err(error) if error.raw_os_error() == Some(nix::libc::ESRCH) => Ok(()),
+            other => other,
+        }
+    }
+
+    fn local_route(&mut self, kind: u16, flags: u16, address: IpAddr) -> io::Result<Message> {
+        const BOOT: u8 = 3;
+        let lo = self.link("lo")?.ok_or(io::ErrorKind::NotFound)?;
+        let (family, bytes) = octets(address);
+        let length = if address.is_ipv4() { 32 } else { 128 };
+        let head = [
+            family,
+            length,
+            0,
+            0,
+            LOCAL_TABLE,
+            BOOT,
+            HOST,
+            LOCAL,
+            0,
+            0,
+            0,
+            0,
+        ];
+        let message = Message::new(kind, flags, &head)
+            .put(1, &bytes)
+            .number(4, lo.index);
+        Ok(message)
     }
 
     fn source_rule(kind: u16, flags: u16, source: IpAddr, table: u32) -> Message {

@@ -203,11 +203,13 @@ impl Socket {
     /// # Errors
     ///
     /// See [`BatchError`]. If the kernel rejects several messages, the error is about the first one.
-    pub fn batch(&mut self, mut messages: Vec<Message>) -> Result<(), BatchError> {
+    pub fn batch(&mut self, messages: Vec<Message>) -> Result<(), BatchError> {
         let first = self.sequence.wrapping_add(1);
         let mut awaited = None;
         let mut bytes = Vec::new();
-        for message in &mut messages {
+        let count = messages.len();
+        // Each message is freed once it is copied, because large batches take many megabytes.
+        for mut message in messages {
             self.sequence = self.sequence.wrapping_add(1);
             if message.flags() & ACK != 0 {
                 awaited = Some(self.sequence);
@@ -218,7 +220,8 @@ impl Socket {
         self.reserve(bytes.len());
         send(self.fd.as_raw_fd(), &bytes, MsgFlags::empty())
             .map_err(|e| BatchError::Unsent(e.into()))?;
-        self.outcome(first, messages.len(), awaited)
+        drop(bytes);
+        self.outcome(first, count, awaited)
     }
 
     /// Reads the answers to a batch of `count` messages from the sequence number `first` on.

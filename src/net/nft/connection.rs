@@ -22,10 +22,10 @@ const ATTEMPTS: usize = 100;
 const RESTART: i32 = 85;
 
 /// A netlink connection to the tables of the namespace in which it was opened.
-pub struct Nft(Socket);
+pub struct Nft(pub(super) Socket);
 
 /// A result without the error that the object does not exist.
-fn if_found<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+pub(super) fn if_found<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     match result {
         Ok(found) => Ok(Some(found)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),

@@ -48,6 +48,16 @@ pub(super) fn value(bytes: &[u8]) -> Attributes {
     Attributes::new().put(nf::data::VALUE, bytes)
 }
 
+/// Loads data into a register.
+pub(super) fn immediate(register: u32, data: &Attributes) -> Attributes {
+    expression(
+        "immediate",
+        &Attributes::new()
+            .big(nf::immediate::DREG, register)
+            .nest(nf::immediate::DATA, data),
+    )
+}
+
 /// The bytes of an address in network byte order.
 #[must_use]
 pub fn octets(address: IpAddr) -> Vec<u8> {
@@ -97,6 +107,8 @@ pub enum Field {
     SourceType,
     /// The type of the destination address for this host (`RTN_…`); 2 is an address of this host.
     DestinationType,
+    /// A number that does not depend on the packet, in the byte order of the machine.
+    Constant(u32),
     /// A random number from `offset` on, below `offset + modulus`.
     Random {
         /// How many numbers there are; at least 1.
@@ -148,6 +160,7 @@ impl Field {
             | Field::ConnectionStatus
             | Field::SourceType
             | Field::DestinationType
+            | Field::Constant(_)
             | Field::Random { .. }
             | Field::Counter { .. } => 4,
         }
@@ -188,6 +201,7 @@ impl Field {
             Field::OriginalDestinationPort => connection(CT_PROTO_DST, true, into),
             Field::SourceType => address_type(FIB_SADDR, into),
             Field::DestinationType => address_type(FIB_DADDR, into),
+            Field::Constant(number) => immediate(into.number(), &value(&number.to_ne_bytes())),
             Field::Random { modulus, offset } => generator(NG_RANDOM, modulus, offset),
             Field::Counter { modulus, offset } => generator(NG_INCREMENTAL, modulus, offset),
         }
@@ -366,8 +380,19 @@ pub fn in_set(fields: &[Field], set: &Set, equal: bool) -> Vec<Attributes> {
 /// An xtables match that has no native expression.
 #[must_use]
 pub fn extension(name: &str, revision: u32, info: &[u8]) -> Attributes {
+    xtables("match", name, revision, info)
+}
+
+/// An xtables target, for rules that programs of iptables must be able to read.
+#[must_use]
+pub fn target(name: &str, revision: u32, info: &[u8]) -> Attributes {
+    xtables("target", name, revision, info)
+}
+
+/// A match or target. Both have the same attributes (`enum nft_match_attributes`, `enum nft_target_attributes`).
+fn xtables(kind: &str, name: &str, revision: u32, info: &[u8]) -> Attributes {
     expression(
-        "match",
+        kind,
         &Attributes::new()
             .text(xt_match::NAME, name)
             .big(xt_match::REV, revision)

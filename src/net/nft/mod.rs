@@ -6,8 +6,9 @@
 //! - [`expression`] loads and compares fields of packets, and [`statement`] acts on packets;
 //! - [`set`] and [`element`] are sets, maps and verdict maps, and [`value`] their keys and data;
 //! - [`rule`] marks rules with owners and reads them;
-//! - [`connection`] commits and reads.
+//! - [`connection`] commits and reads, and `audit` reads whole tables.
 
+mod audit;
 pub mod connection;
 pub mod element;
 pub mod expression;
@@ -23,7 +24,7 @@ pub use rule::{OwnerMark, Rule};
 
 use crate::netlink::{ACK, APPEND, Attributes, CREATE, EXCL, Message, REQUEST, text};
 use numbers::message::{DEL_CHAIN, DEL_RULE, DEL_TABLE, NEW_CHAIN, NEW_RULE, NEW_TABLE};
-use numbers::{chain, hook, list, rule as rule_attribute, table};
+use numbers::{chain, hook, list, rule as rule_attribute, rule_compat, table};
 
 /// The address family of a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -128,6 +129,21 @@ impl Table {
     #[must_use]
     pub fn append(self, chain: &str, expressions: &[Attributes], mark: OwnerMark<'_>) -> Message {
         self.rule(APPEND, chain, expressions, mark)
+    }
+
+    /// Appends a rule whose xtables matches need to know its transport protocol. The rule also matches this protocol itself.
+    #[must_use]
+    pub fn append_for_protocol(
+        self,
+        chain: &str,
+        expressions: &[Attributes],
+        protocol: u8,
+    ) -> Message {
+        let compat = Attributes::new()
+            .big(rule_compat::PROTO, protocol.into())
+            .big(rule_compat::FLAGS, 0);
+        self.append(chain, expressions, OwnerMark::None)
+            .nest(rule_attribute::COMPAT, &compat)
     }
 
     /// Inserts a rule at the beginning of a chain.

@@ -26,7 +26,13 @@ pub mod rule {
     pub const CHAIN: u16 = 2;
     pub(crate) const HANDLE: u16 = 3;
     pub(crate) const EXPRESSIONS: u16 = 4;
+    pub(crate) const COMPAT: u16 = 5;
     pub(crate) const USERDATA: u16 = 7;
+}
+/// `NFTA_RULE_COMPAT_…`.
+pub(crate) mod rule_compat {
+    pub(crate) const PROTO: u16 = 1;
+    pub(crate) const FLAGS: u16 = 2;
 }
 
 /// `NFTA_SET_…`.
@@ -289,6 +295,7 @@ pub const SUBSYSTEM: u8 = 10;
 pub mod message {
     const SUBSYSTEM: u16 = (super::SUBSYSTEM as u16) << 8;
     pub(crate) const NEW_TABLE: u16 = SUBSYSTEM;
+    pub(crate) const GET_TABLE: u16 = SUBSYSTEM | 1;
     pub(crate) const DEL_TABLE: u16 = SUBSYSTEM | 2;
     pub(crate) const NEW_CHAIN: u16 = SUBSYSTEM | 3;
     pub(crate) const GET_CHAIN: u16 = SUBSYSTEM | 4;

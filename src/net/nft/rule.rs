@@ -48,6 +48,8 @@ impl OwnerMark<'_> {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rule {
     pub(super) handle: Vec<u8>,
+    /// The chain that has the rule.
+    pub chain: String,
     /// The owner's key, else the comment; may be empty.
     pub mark: String,
     /// The comment, of nft or iptables; may be empty.
@@ -66,6 +68,7 @@ pub(super) fn parse(body: &[u8]) -> Rule {
     for (kind, value) in attributes(body.get(4..).unwrap_or_default()) {
         match kind {
             attribute::HANDLE => value.clone_into(&mut rule.handle),
+            attribute::CHAIN => rule.chain = text(value),
             attribute::EXPRESSIONS => {
                 for (_, expression) in attributes(value) {
                     read_expression(expression, &mut rule);

@@ -3,7 +3,9 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
-use super::expression::{Field, Register, combine, expression, load, lookup, octets, value};
+use super::expression::{
+    Field, Register, combine, expression, immediate, load, lookup, octets, value,
+};
 use super::numbers::{
     self as nf, CT_MARK, IPV4, IPV6, META_MARK, NAT_DNAT, NAT_FULLY_RANDOM, REG_VERDICT,
     REJECT_ICMP_UNREACH, REJECT_ICMPX_UNREACH, REJECT_TCP_RST, ct, dynset, masq, nat,
@@ -12,15 +14,6 @@ use super::set::{Kind, Set, milliseconds};
 use super::value::{IpVersion, Unfit, Value, encode};
 use super::verdict::Verdict;
 use crate::netlink::Attributes;
-
-fn immediate(register: u32, data: &Attributes) -> Attributes {
-    expression(
-        "immediate",
-        &Attributes::new()
-            .big(nf::immediate::DREG, register)
-            .nest(nf::immediate::DATA, data),
-    )
-}
 
 /// A statement with this verdict.
 #[must_use]

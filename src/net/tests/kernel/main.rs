@@ -4,6 +4,7 @@
 
 mod flows;
 mod golden;
+mod local;
 mod namespace;
 mod readback;
 mod service;
