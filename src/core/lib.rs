@@ -29,6 +29,8 @@ pub mod selector;
 pub mod services;
 pub mod serving;
 pub mod time;
+pub mod trace;
+pub mod trail;
 pub mod varying;
 pub mod version;
 pub mod volume;

@@ -2,9 +2,11 @@
 //! renewal times (`pkg/apis/certificates/helpers.go`, `pkg/controller/certificates/approver/sarapprove.go`,
 //! `pkg/kubelet/certificate/kubelet.go`). Pure.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::Node;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::certification_request::X509CertificationRequest;
 use x509_parser::cri_attributes::ParsedCriAttribute;
@@ -19,6 +21,12 @@ use crate::time;
 pub const CLIENT: &str = "kubernetes.io/kube-apiserver-client-kubelet";
 /// Signer of serving certificates of nodes.
 pub const SERVING: &str = "kubernetes.io/kubelet-serving";
+/// Signer of client certificates for the service proxies of nodes. A node requests the certificate of its own proxy.
+pub const PROXY: &str = "holdfast.example/proxy-client";
+/// The group of the service proxies.
+pub const PROXY_GROUP: &str = "holdfast:proxies";
+/// The user name of a node's service proxy, before the node's name.
+pub const PROXY_USER: &str = "system:holdfast:proxy:";
 
 /// The user that created a signing request.
 #[derive(Debug, Clone, Copy)]
@@ -191,6 +199,20 @@ pub fn check_issued(certificate: &[u8], csr: &CsrRequest, client: bool) -> Resul
     Ok(())
 }
 
+fn check_usages(usages: &[&str], signer: &str) -> Result<(), String> {
+    let main = match signer {
+        SERVING => "server auth",
+        _ => "client auth",
+    };
+    let mut others = usages.iter();
+    let is_fine = usages.contains(&main)
+        && usages.contains(&"digital signature")
+        && others.all(|u| [main, "digital signature", "key encipherment"].contains(u));
+    is_fine.then_some(()).ok_or_else(|| {
+        format!("the usages must be digital signature, {main} and optionally key encipherment")
+    })
+}
+
 /// Decides about a parsed request to one of the node signers.
 #[must_use]
 pub fn decide(
@@ -199,35 +221,25 @@ pub fn decide(
     usages: &[&str],
     requester: Requester<'_>,
 ) -> Verdict {
-    if signer != CLIENT && signer != SERVING {
-        return Verdict::Ignore;
-    }
+    let (group, prefix) = match signer {
+        CLIENT | SERVING => ("system:nodes", "system:node:"),
+        PROXY => (PROXY_GROUP, PROXY_USER),
+        _ => return Verdict::Ignore,
+    };
     let reject = |why: &str| Verdict::Refuse(why.to_owned());
     let csr = match csr {
         Ok(csr) => csr,
         Err(why) => return reject(why),
     };
     let name = csr.name.as_str();
-    if csr.organization != "system:nodes" {
-        return reject("the only organization must be system:nodes");
+    if csr.organization != group {
+        return Verdict::Refuse(format!("the only organization must be {group}"));
     }
-    if name.strip_prefix("system:node:").is_none_or(str::is_empty) {
-        return reject("the common name must be system:node:<name>");
-    }
-    let main = if signer == CLIENT {
-        "client auth"
-    } else {
-        "server auth"
+    let Some(node) = name.strip_prefix(prefix).filter(|node| !node.is_empty()) else {
+        return Verdict::Refuse(format!("the common name must be {prefix}<name>"));
     };
-    if !usages.contains(&main)
-        || !usages.contains(&"digital signature")
-        || usages
-            .iter()
-            .any(|u| ![main, "digital signature", "key encipherment"].contains(u))
-    {
-        return Verdict::Refuse(format!(
-            "the usages must be digital signature, {main} and optionally key encipherment"
-        ));
+    if let Err(why) = check_usages(usages, signer) {
+        return Verdict::Refuse(why);
     }
     let has_names = !csr.dns.is_empty() || !csr.addresses.is_empty();
     if signer == SERVING {
@@ -243,6 +255,12 @@ pub fn decide(
     if has_names {
         return reject("a client certificate must not have alternative names");
     }
+    if signer == PROXY {
+        return match requester.name.strip_prefix("system:node:") {
+            Some(own) if own == node => Verdict::Wait,
+            _ => reject("only the node itself may request the certificate of its service proxy"),
+        };
+    }
     let bootstraps = requester
         .groups
         .iter()
@@ -252,6 +270,76 @@ pub fn decide(
     } else {
         Verdict::Wait
     }
+}
+
+/// The names and addresses of a Node.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NodeNames {
+    /// Its own name and its DNS names.
+    pub dns: BTreeSet<String>,
+    /// Its addresses.
+    pub addresses: BTreeSet<IpAddr>,
+}
+
+impl NodeNames {
+    /// Reads a Node. Malformed addresses are omitted.
+    #[must_use]
+    pub fn of(node: &Node) -> NodeNames {
+        let mut names = NodeNames::default();
+        names.dns.extend(node.metadata.name.clone());
+        let reported = node
+            .status
+            .iter()
+            .flat_map(|s| s.addresses.iter().flatten());
+        for one in reported {
+            match one.type_.as_str() {
+                "InternalIP" | "ExternalIP" => {
+                    names.addresses.extend(one.address.parse::<IpAddr>())
+                }
+                "Hostname" | "InternalDNS" | "ExternalDNS" => {
+                    names.dns.insert(one.address.clone());
+                }
+                _ => {}
+            }
+        }
+        names
+    }
+
+    /// Removes the names and addresses that another Node has, too.
+    pub fn remove(&mut self, other: &NodeNames) {
+        self.dns.retain(|name| !other.dns.contains(name));
+        self.addresses
+            .retain(|address| !other.addresses.contains(address));
+    }
+}
+
+/// Names that stand for the apiserver or the machine itself: no node gets a certificate for them.
+fn is_reserved(name: &str) -> bool {
+    name == "localhost" || name == "kubernetes" || name.starts_with("kubernetes.default")
+}
+
+/// Whether a request that a node has made for itself ([`Verdict::Wait`]) may be approved: the Node must exist, and all requested
+/// names and addresses must belong to it. Upstream leaves this decision to operators
+/// (`pkg/controller/certificates/approver/sarapprove.go` approves client certificates only).
+#[must_use]
+pub fn belongs_to_node(
+    signer: &str,
+    csr: &CsrRequest,
+    node_names: impl FnOnce(&str) -> Option<NodeNames>,
+) -> bool {
+    let prefix = match signer {
+        SERVING => "system:node:",
+        PROXY => PROXY_USER,
+        _ => return false,
+    };
+    let node = csr.name.strip_prefix(prefix);
+    let Some(known) = node.and_then(node_names) else {
+        return false;
+    };
+    let has_name = |name: &String| known.dns.contains(name) && !is_reserved(name);
+    let has_address =
+        |address: &IpAddr| known.addresses.contains(address) && !address.is_loopback();
+    csr.dns.iter().all(has_name) && csr.addresses.iter().all(has_address)
 }
 
 /// User and groups of a DER-encoded client certificate: its common name, of which there must be exactly one, and its
@@ -566,5 +654,93 @@ mod tests {
         assert!(!of(&["n1", "192.0.2.1"], &["n1", "192.0.2.2"]));
         assert!(!of(&["192.0.2.1"], &["n1"]));
         assert!(of(&["n1"], &[]) && !covers_names(b"", &names(&["n1"])));
+    }
+
+    #[test]
+    fn a_node_requests_only_the_certificate_of_its_own_proxy() {
+        let usages = ["client auth", "digital signature"];
+        let of = |group: &str, name: &str, alternative: &[&str], user: &str| {
+            let groups = ["system:nodes".to_owned()];
+            let requester = Requester {
+                name: user,
+                groups: &groups,
+            };
+            decide(
+                PROXY,
+                &request(group, name, alternative),
+                &usages,
+                requester,
+            )
+        };
+        let (group, user, node) = (PROXY_GROUP, "system:holdfast:proxy:n", "system:node:n");
+        assert_eq!(of(group, user, &[], node), Verdict::Wait);
+        for (group, name, alternative, user) in [
+            (group, user, &[][..], "system:node:m"),
+            (group, user, &[], "system:holdfast:proxy:n"),
+            (group, user, &[], "n"),
+            (group, user, &["n"], node),
+            (group, "system:holdfast:proxy:", &[], "system:node:"),
+            (group, node, &[], node),
+            ("system:nodes", user, &[], node),
+            ("system:masters", user, &[], node),
+        ] {
+            let verdict = of(group, name, alternative, user);
+            assert!(
+                matches!(verdict, Verdict::Refuse(_)),
+                "{group} {name} {alternative:?} {user}: {verdict:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn certificates_are_for_a_nodes_own_names() {
+        let node = |name: &str, addresses: &[(&str, &str)]| -> NodeNames {
+            let addresses: Vec<_> = addresses
+                .iter()
+                .map(|(kind, address)| serde_json::json!({"type": kind, "address": address}))
+                .collect();
+            let node =
+                serde_json::json!({"metadata": {"name": name}, "status": {"addresses": addresses}});
+            NodeNames::of(&serde_json::from_value(node).expect("a Node"))
+        };
+        let mut known = node(
+            "n",
+            &[
+                ("InternalIP", "192.0.2.7"),
+                ("ExternalIP", "2001:db8::7"),
+                ("InternalIP", "192.0.2.1"),
+                ("InternalIP", "127.0.0.1"),
+                ("InternalIP", "no address"),
+                ("Hostname", "n.example"),
+                ("InternalDNS", "kubernetes.default.svc"),
+                ("ExternalDNS", "localhost"),
+                ("Other", "other"),
+            ],
+        );
+        known.remove(&node("m", &[("InternalIP", "192.0.2.1")]));
+        let of = |signer: &str, user: &str, names: &[&str]| {
+            let csr = parse_request(&request("system:nodes", user, names)).expect("plain");
+            belongs_to_node(signer, &csr, |name| (name == "n").then(|| known.clone()))
+        };
+        for (names, expected) in [
+            (&["n", "n.example", "192.0.2.7", "2001:db8::7"][..], true),
+            (&["192.0.2.7"], true),
+            (&["n", "192.0.2.8"], false),
+            (&["other"], false),
+            (&["kubernetes.default.svc"], false),
+            (&["localhost"], false),
+            (&["127.0.0.1"], false),
+            // Another Node reports this address, too.
+            (&["192.0.2.1"], false),
+        ] {
+            assert_eq!(of(SERVING, "system:node:n", names), expected, "{names:?}");
+        }
+        assert!(
+            !of(SERVING, "system:node:m", &["n"]),
+            "there is no such Node"
+        );
+        assert!(!of(CLIENT, "system:node:n", &[]));
+        assert!(of(PROXY, "system:holdfast:proxy:n", &[]));
+        assert!(!of(PROXY, "system:holdfast:proxy:m", &[]));
     }
 }

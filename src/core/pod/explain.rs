@@ -316,7 +316,7 @@ fn milliseconds(time: SignedDuration) -> i64 {
     i64::try_from(time.as_millis()).unwrap_or(i64::MAX)
 }
 
-fn duration_text(ms: i64) -> String {
+pub(crate) fn duration_text(ms: i64) -> String {
     if ms < 10_000 {
         format!("{ms} ms")
     } else {
@@ -438,7 +438,7 @@ pub fn text(explanation: &Explanation, now: Timestamp) -> String {
     out
 }
 
-fn escape(text: &str) -> String {
+pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")
         .replace('>', "&gt;")

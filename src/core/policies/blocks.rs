@@ -101,6 +101,7 @@ pub(super) fn ports(all: impl IntoIterator<Item = Ports>) -> Vec<Ports> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use proptest::prelude::*;

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::networking::v1::{NetworkPolicy, NetworkPolicySpec};
 
-use super::{Direction, Ruleset, plan};
+use super::Direction;
 
 /// Namespace and name.
 pub(super) type Key = (String, String);
@@ -153,11 +153,5 @@ impl World {
     /// Sets the labels of a namespace, or removes a deleted one. Returns whether the ruleset may change.
     pub fn set_namespace(&mut self, name: &str, labels: Option<Labels>) -> bool {
         set(&mut self.namespaces, name.into(), labels) && !self.policies.is_empty()
-    }
-
-    /// The rules of the node's pods.
-    #[must_use]
-    pub fn ruleset(&self) -> Ruleset {
-        plan::ruleset(self)
     }
 }

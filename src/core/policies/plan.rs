@@ -36,7 +36,15 @@ struct Planner<'a> {
     selected: BTreeMap<Selection, Vec<&'a PodFacts>>,
 }
 
-pub(super) fn ruleset(world: &World) -> Ruleset {
+impl World {
+    /// The rules of the node's pods.
+    #[must_use]
+    pub fn ruleset(&self) -> Ruleset {
+        ruleset(self)
+    }
+}
+
+fn ruleset(world: &World) -> Ruleset {
     let mut planner = Planner {
         world,
         ruleset: Ruleset::default(),

@@ -1,5 +1,6 @@
 //! Upstream's network policy cases (`test/e2e/network/netpol/network_policy.go`) as data, and properties against a direct reading
 //! of the specification.
+#![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -182,6 +183,11 @@ fn policies_of_ingress_as_upstream() {
         ],
         &[("*", "x/a", ANY, false), ("y/b", "x/a", ANY, true)],
     );
+}
+
+#[test]
+fn policies_with_expressions_as_upstream() {
+    let a = json!({"matchLabels": {"pod": "a"}});
     check(
         "expressions of namespaces and pods",
         &[
@@ -198,6 +204,12 @@ fn policies_of_ingress_as_upstream() {
             ("z/c", "x/a", ANY, true),
         ],
     );
+}
+
+#[test]
+fn policies_of_ports_as_upstream() {
+    let a = json!({"matchLabels": {"pod": "a"}});
+    let y = json!({"matchLabels": {"ns": "y"}});
     check(
         "a port",
         &[
@@ -256,7 +268,7 @@ fn policies_of_ingress_as_upstream() {
 }
 
 #[test]
-fn policies_of_egress_and_blocks_as_upstream() {
+fn policies_of_egress_as_upstream() {
     let a = json!({"matchLabels": {"pod": "a"}});
     check(
         "deny all egress",
@@ -291,6 +303,11 @@ fn policies_of_egress_and_blocks_as_upstream() {
         &[json!({"ns": "x", "spec": {"podSelector": a, "egress": [{}]}})],
         &[("*", "x/a", ANY, false)],
     );
+}
+
+#[test]
+fn policies_of_blocks_as_upstream() {
+    let a = json!({"matchLabels": {"pod": "a"}});
     let block = json!([{"ipBlock": {"cidr": "10.0.0.0/16", "except": ["10.0.1.0/24"]}}]);
     check(
         "a block with an exception",
