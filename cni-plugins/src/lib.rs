@@ -12,6 +12,7 @@
 //! - [`ipam`] manages addresses;
 //! - [`dhcp`] is the DHCP client and its daemon;
 //! - [`net`] has the rules of the plugins in the kernel, and firewalld;
+//! - `trace` exports spans of calls;
 //! - [`cni`] has the types of the protocol.
 
 pub mod cni;
@@ -20,3 +21,4 @@ pub mod ipam;
 pub mod net;
 pub mod plugins;
 pub mod skel;
+mod trace;

@@ -6,11 +6,9 @@ use std::process::ExitCode;
 
 use serde_json::{Value, json};
 
-use crate::cni::{Error, Json, Owner, Success, VERSIONS, at_least};
+use crate::cni::{Error, INPUT_LIMIT, Json, Owner, Success, VERSIONS, at_least, parse};
+use crate::trace::Span;
 use holdfast_net::netns;
-
-/// The largest configuration, in bytes.
-const INPUT_LIMIT: u64 = 4 << 20;
 
 /// The parameters of a call.
 pub struct Call<'a> {
@@ -28,6 +26,8 @@ pub struct Call<'a> {
     pub config: Json<'a>,
     /// The unparsed configuration, for delegated plugins.
     pub input: &'a [u8],
+    /// The first sysctl that the configuration lists twice.
+    pub repeated_sysctl: Option<String>,
     /// The `cniVersion` of the configuration.
     pub version: &'a str,
 }
@@ -98,19 +98,37 @@ pub fn run(plugin: &dyn Plugin) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let mut version = "0.1.0".to_owned();
-    let (output, code) = match call(plugin, &env, &mut version) {
-        Ok(output) => (output, ExitCode::SUCCESS),
-        Err(error) => {
-            let error = error.of(&env("CNI_COMMAND"));
-            (Some(error.json(&version)), ExitCode::FAILURE)
-        }
-    };
-    if let Some(output) = output
-        && writeln!(std::io::stdout(), "{output}").is_err()
-    {
-        return ExitCode::FAILURE;
+    let span = Span::begin(&env);
+    let answered = call(plugin, &env, &mut version).map_err(|e| e.of(&env("CNI_COMMAND")));
+    if let Err(error) = &answered {
+        // If the runtime does not read the answer, the exit code still reports the failure.
+        let _ = print(&error.json(&version));
     }
-    code
+    if let Some(span) = span {
+        span.export(plugin.name(), &env, answered.as_ref().err());
+    }
+    match answered {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) => ExitCode::FAILURE,
+    }
+}
+
+/// Writes the answer of a call.
+fn print(answer: &Value) -> Result<(), Error> {
+    writeln!(std::io::stdout(), "{answer}")
+        .map_err(|e| Error::new(Error::IO, format!("error writing to stdout: {e}")))
+}
+
+/// ADD. If the runtime cannot get the result, for instance because a result of version 0.2.0 needs an address, the attachment
+/// is removed: a runtime that repeats a failed ADD expects no interface.
+fn add(plugin: &dyn Plugin, call: &Call<'_>) -> Result<(), Error> {
+    let success = plugin.add(call)?;
+    let answered = success.json(call.version).and_then(|answer| print(&answer));
+    if answered.is_err() {
+        // Report only the first error; the runtime calls DEL for leftovers.
+        let _ = plugin.del(call);
+    }
+    answered
 }
 
 /// The variables that a command requires (CNI spec 1.1, section 2).
@@ -127,7 +145,7 @@ fn needed(command: &str) -> Result<&'static [&'static str], Error> {
 }
 
 /// Reads the configuration from standard input.
-fn input() -> Result<(Vec<u8>, Value), Error> {
+fn input() -> Result<(Vec<u8>, Value, Option<String>), Error> {
     let mut input = Vec::new();
     std::io::stdin()
         .take(INPUT_LIMIT + 1)
@@ -139,12 +157,12 @@ fn input() -> Result<(Vec<u8>, Value), Error> {
             "the configuration is larger than {INPUT_LIMIT} bytes"
         )));
     }
-    let parsed: Value = serde_json::from_slice(&input)
-        .map_err(|e| refused(format!("the configuration is not JSON: {e}")))?;
+    let (parsed, repeated_sysctl) =
+        parse(&input).map_err(|e| refused(format!("the configuration is not JSON: {e}")))?;
     if !parsed.is_object() {
         return Err(refused("the configuration must be a JSON object".into()));
     }
-    Ok((input, parsed))
+    Ok((input, parsed, repeated_sysctl))
 }
 
 /// Validates the name of the network and the `cniVersion`, and returns the version.
@@ -189,12 +207,10 @@ fn call(
     plugin: &dyn Plugin,
     env: &dyn Fn(&str) -> String,
     version: &mut String,
-) -> Result<Option<Value>, Error> {
+) -> Result<(), Error> {
     let command = env("CNI_COMMAND");
     if command == "VERSION" {
-        return Ok(Some(
-            json!({"cniVersion": "1.1.0", "supportedVersions": plugin.versions()}),
-        ));
+        return print(&json!({"cniVersion": "1.1.0", "supportedVersions": plugin.versions()}));
     }
     let needed = needed(&command)?;
     let missing = needed.iter().copied().filter(|name| env(name).is_empty());
@@ -210,7 +226,7 @@ fn call(
         check_id("CNI_CONTAINERID", &env("CNI_CONTAINERID"))?;
         check_ifname(&env("CNI_IFNAME"))?;
     }
-    let (input, parsed) = input()?;
+    let (input, parsed, repeated_sysctl) = input()?;
     let config = Json(&parsed);
     let given = checked(plugin, config)?;
     given.clone_into(version);
@@ -223,6 +239,7 @@ fn call(
         path: env("CNI_PATH"),
         config,
         input: &input,
+        repeated_sysctl,
         version: given,
     };
     let overridden = matches!(
@@ -239,19 +256,19 @@ fn call(
         ));
     }
     match command.as_str() {
-        "ADD" => Ok(Some(plugin.add(&call)?.json(given)?)),
-        "DEL" => plugin.del(&call).map(|()| None),
+        "ADD" => add(plugin, &call),
+        "DEL" => plugin.del(&call),
         "CHECK" => {
             if config.get("prevResult").is_none() {
                 return Err(Error::config("CHECK needs prevResult in the configuration"));
             }
-            plugin.check(&call).map(|()| None)
+            plugin.check(&call)
         }
-        "STATUS" => plugin.status(&call).map(|()| None),
+        "STATUS" => plugin.status(&call),
         // Without a list of valid attachments, GC removes nothing.
         _ => match keep(config)? {
-            Some(keep) => plugin.gc(&call, &keep).map(|()| None),
-            None => Ok(None),
+            Some(keep) => plugin.gc(&call, &keep),
+            None => Ok(()),
         },
     }
 }

@@ -4,15 +4,15 @@ mod address;
 mod config;
 mod error;
 mod owner;
+mod parse;
 mod result;
-mod unique;
 
 pub use address::{address, network};
 pub use config::{Args, Json, cni_args};
 pub use error::Error;
 pub use owner::{Owner, digest, is_orphaned};
+pub use parse::{INPUT_LIMIT, parse};
 pub use result::{Address, Dns, Interface, Route, Success, parse_routes};
-pub use unique::duplicate;
 
 /// All supported protocol versions, oldest first.
 pub const VERSIONS: &[&str] = &[

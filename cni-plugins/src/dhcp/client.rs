@@ -13,6 +13,10 @@ use holdfast_net::packet::Packets;
 /// Time to wait for the first answer before retransmitting; doubled after each attempt.
 const FIRST_WAIT: Duration = Duration::from_secs(1);
 
+/// Time limit for the hardware address of the next hop, before which the kernel holds a packet back: a second request for the
+/// address, after a second, still counts.
+const NEIGHBOUR_TIMEOUT: Duration = Duration::from_millis(1500);
+
 /// Parameters of the requests to DHCP servers.
 #[derive(Debug, Clone)]
 pub struct RequestParameters {
@@ -161,7 +165,8 @@ impl RequestParameters {
         )))
     }
 
-    /// Releases a lease. Servers do not answer this message.
+    /// Releases a lease. Servers do not answer this message. Returns after the packet has left, because DEL then removes the link,
+    /// and with it a packet that still waits for the hardware address of the next hop.
     pub fn release(&self, lease: &Lease) -> Result<(), Error> {
         let mut message = Message {
             broadcast: false,
@@ -183,9 +188,40 @@ impl RequestParameters {
                 )
             },
         );
-        sent.map(|_| ())
-            .map_err(|e| Error::doing("releasing the lease failed", e))
+        sent.map_err(|e| Error::doing("releasing the lease failed", e))?;
+        let hops: Vec<Ipv4Addr> = lease
+            .routers
+            .iter()
+            .copied()
+            .chain([lease.server])
+            .collect();
+        let until = Instant::now() + NEIGHBOUR_TIMEOUT;
+        // The neighbours of the namespace that this thread has entered, and not of the one of the process.
+        let neighbours =
+            || std::fs::read_to_string("/proc/thread-self/net/arp").unwrap_or_default();
+        while is_unresolved(&neighbours(), &hops) {
+            if Instant::now() > until {
+                let server = lease.server;
+                return Err(Error::other(format!(
+                    "releasing the lease failed: no neighbour answers for the DHCP server {server}"
+                )));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
     }
+}
+
+/// Whether the kernel searches for the hardware address of one of `hops`, according to a table of neighbours (`/proc/net/arp` in
+/// proc_pid_net(5)). The flags of such an entry are 0.
+fn is_unresolved(table: &str, hops: &[Ipv4Addr]) -> bool {
+    table.lines().any(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let [address, _, "0x0", ..] = fields[..] else {
+            return false;
+        };
+        address.parse().is_ok_and(|a| hops.contains(&a))
+    })
 }
 
 fn accept_answer(answer: &Message) -> Result<Lease, Error> {
@@ -208,4 +244,22 @@ fn random() -> Result<u32, Error> {
     holdfast_net::random(&mut bytes)
         .map_err(|e| Error::doing("reading a random number failed", e))?;
     Ok(u32::from_ne_bytes(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_entries_without_flags_of_the_hops_are_unresolved() {
+        let table = "IP address       HW type     Flags       HW address            Mask     Device
+10.0.0.1         0x1         0x2         02:00:00:00:00:01     *        eth0
+10.0.0.2         0x1         0x0         00:00:00:00:00:00     *        eth0
+";
+        let hop = |last: u8| [Ipv4Addr::from([10, 0, 0, last])];
+        assert!(is_unresolved(table, &hop(2)));
+        assert!(!is_unresolved(table, &hop(1)));
+        assert!(!is_unresolved(table, &hop(3)));
+        assert!(!is_unresolved("", &hop(2)));
+    }
 }

@@ -19,15 +19,15 @@ use serde_json::{Value, json};
 use super::client::RequestParameters;
 use super::lease::{Lease, LeaseAction};
 use super::message::option;
-use crate::cni::{Error, Json, cni_args, digest};
+use crate::cni::{Error, INPUT_LIMIT, Json, cni_args, digest};
 use crate::ipam::owners::Namespace;
 use crate::net::netns;
 use holdfast_net::link::{Change, parse_mac};
 use holdfast_net::local;
 use holdfast_net::netlink::Socket;
 
-/// The largest request, in bytes.
-const LIMIT: u64 = 4 << 20;
+/// The largest request, in bytes: a list of valid attachments is as long as in the configuration.
+const LIMIT: u64 = INPUT_LIMIT;
 /// Time limit for a client to send its request.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
 

@@ -17,7 +17,7 @@ use holdfast_net::nft::statement::{counter, verdict};
 use holdfast_net::nft::verdict::Verdict;
 use holdfast_net::nft::{Family, Hook, Nft, OwnerMark, Rule, Table};
 
-const NAT: [Table; 2] = [
+pub(super) const NAT: [Table; 2] = [
     Table {
         family: Family::V4,
         name: "nat",
@@ -43,13 +43,13 @@ const OURS: &str = "CNI-FORWARD";
 const STAGES: [&str; 2] = ["CNI-ISOLATION-STAGE-1", "CNI-ISOLATION-STAGE-2"];
 
 /// The chain in which the reference masquerades the packets of a container.
-fn masquerade_chain(network: &str, container: &str) -> String {
+pub(super) fn masquerade_chain(network: &str, container: &str) -> String {
     format!("CNI-{}", digest(&format!("{network}{container}"), 24))
 }
 
 /// The chain in which the reference forwards ports to a container (`DN`),
 /// or in which its early versions masqueraded those packets (`SN`).
-fn hostport_chain(kind: &str, network: &str, container: &str) -> String {
+pub(super) fn hostport_chain(kind: &str, network: &str, container: &str) -> String {
     format!(
         "CNI-{kind}-{}",
         digest(&format!("{network}{container}"), 21)
@@ -174,7 +174,7 @@ pub fn masquerades(addresses: &[IpAddr], network: &str, container: &str) -> io::
 }
 
 /// Whether a rule of `entry` jumps to a chain.
-fn leads_to(nft: &mut Nft, table: Table, entry: &str, chain: &str) -> io::Result<bool> {
+pub(super) fn leads_to(nft: &mut Nft, table: Table, entry: &str, chain: &str) -> io::Result<bool> {
     let rules = nft.rules(table, entry)?;
     Ok(rules.iter().any(|r| r.target.as_deref() == Some(chain)))
 }
@@ -198,38 +198,55 @@ pub fn forwards(
     let chain = hostport_chain("DN", network, container);
     let mut nft = Nft::open()?;
     let rules = nft.rules(table, &chain)?;
-    let marking = rules.iter().filter(|r| r.target.is_some()).count();
-    Ok(rules.len() - marking >= wanted.0
+    let jumps = rules.iter().filter(|r| r.target.is_some()).count();
+    // The reference marks packets for masquerading, and our rules masquerade without marks.
+    let masquerading = hostport_chain("SN", network, container);
+    let marking = jumps + nft.rules(table, &masquerading)?.len();
+    Ok(rules.len() - jumps >= wanted.0
         && marking >= wanted.1
         && leads_to(&mut nft, table, "CNI-HOSTPORT-DNAT", &chain)?)
 }
 
-fn comment(text: &str) -> Attributes {
+pub(super) fn comment(text: &str) -> Attributes {
     let mut bytes = text.as_bytes().to_vec();
     bytes.resize(256, 0);
     extension("comment", 0, &bytes)
 }
 
-/// `-m conntrack --ctstate RELATED,ESTABLISHED`: `struct xt_conntrack_mtinfo3`, with only the states set.
-fn match_established() -> Attributes {
+/// States of a connection in the match `conntrack` (`XT_CONNTRACK_STATE_…`).
+const ESTABLISHED_RELATED: u16 = 2 | 4;
+/// A connection with destination NAT.
+pub(super) const DNAT_STATE: u16 = 1 << 7;
+
+/// `-m conntrack --ctstate … --ctorigdstport …`: `struct xt_conntrack_mtinfo3` with the states and, if given, the port to which
+/// the connection was opened.
+pub(super) fn state_match(states: u16, original_port: Option<u16>) -> Attributes {
+    const ORIGINAL_PORT: usize = 140;
     const MATCH_FLAGS: usize = 146;
     const STATE_MASK: usize = 150;
-    const STATE: u16 = 1;
-    const ESTABLISHED_RELATED: u16 = 2 | 4;
+    const LAST_ORIGINAL_PORT: usize = 156;
+    const STATE_FLAG: u16 = 1;
+    const ORIGINAL_PORT_FLAG: u16 = 1 << 9;
     let mut info = vec![0; 168];
-    info[MATCH_FLAGS..MATCH_FLAGS + 2].copy_from_slice(&STATE.to_ne_bytes());
-    info[STATE_MASK..STATE_MASK + 2].copy_from_slice(&ESTABLISHED_RELATED.to_ne_bytes());
+    let mut put = |at: usize, value: u16| info[at..at + 2].copy_from_slice(&value.to_ne_bytes());
+    put(STATE_MASK, states);
+    put(MATCH_FLAGS, STATE_FLAG);
+    if let Some(port) = original_port {
+        put(MATCH_FLAGS, STATE_FLAG | ORIGINAL_PORT_FLAG);
+        put(ORIGINAL_PORT, port);
+        put(LAST_ORIGINAL_PORT, port);
+    }
     extension("conntrack", 3, &info)
 }
 
-fn end(mut expressions: Vec<Attributes>, last: Verdict) -> Vec<Attributes> {
+pub(super) fn end(mut expressions: Vec<Attributes>, last: Verdict) -> Vec<Attributes> {
     expressions.push(counter());
     expressions.push(verdict(&last));
     expressions
 }
 
 /// Selects those of two tables, the first for IPv4, whose family has one of the addresses.
-fn families(tables: [Table; 2], addresses: &[IpAddr]) -> Vec<Table> {
+pub(super) fn families(tables: [Table; 2], addresses: &[IpAddr]) -> Vec<Table> {
     [true, false]
         .into_iter()
         .zip(tables)
@@ -307,7 +324,7 @@ pub fn allow(addresses: &[IpAddr], admin: &str, owner: &Owner) -> io::Result<()>
                 }
                 let host = IpNet::from(*address);
                 let mut back = address_is(false, host, true);
-                back.push(match_established());
+                back.push(state_match(ESTABLISHED_RELATED, None));
                 messages.push(table.append(
                     OURS,
                     &end(back, Verdict::Accept),

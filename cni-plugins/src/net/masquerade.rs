@@ -46,8 +46,8 @@ fn scaffold() -> Vec<Message> {
     ]
 }
 
-/// Masquerades packets from `addresses` to destinations outside their networks.
-pub fn add(addresses: &[IpNet], owner: &Owner) -> io::Result<()> {
+/// Masquerades packets from `addresses` to destinations outside their networks and outside the networks `except`.
+pub fn add(addresses: &[IpNet], except: &[IpNet], owner: &Owner) -> io::Result<()> {
     let rules: Vec<Message> = addresses
         .iter()
         .map(|address| {
@@ -55,6 +55,10 @@ pub fn add(addresses: &[IpNet], owner: &Owner) -> io::Result<()> {
             let mut list = family_is(address.addr().is_ipv4());
             list.extend(address_is(true, host, true));
             list.extend(address_is(false, address.trunc(), false));
+            let family = |net: &&IpNet| net.addr().is_ipv4() == address.addr().is_ipv4();
+            for net in except.iter().filter(family) {
+                list.extend(address_is(false, *net, false));
+            }
             list.push(masquerade());
             TABLE.append(CHECKS, &list, OwnerMark::Comment(&owner.comment))
         })

@@ -11,6 +11,7 @@ pub mod iptables;
 pub mod masquerade;
 pub mod netns;
 pub mod spoof;
+pub mod xtables;
 
 use std::io;
 

@@ -352,17 +352,25 @@ fn ensure_address(
     }
 }
 
-/// CHECK: the port has its VLANs.
-fn check_port(socket: &mut Socket, config: &Config<'_>, expected: &Success) -> Result<(), Error> {
-    let Some(port) = expected.interfaces.get(1).filter(|_| config.has_vlans()) else {
+/// CHECK: the port has its flags and its VLANs.
+fn check_port(socket: &mut Socket, config: &Config<'_>, port: &Link) -> Result<(), Error> {
+    for (option, wanted, found) in [
+        ("hairpinMode", config.hairpin, port.hairpin),
+        ("portIsolation", config.isolated, port.isolated),
+    ] {
+        if wanted != found {
+            return Err(Error::other(format!(
+                "{option:?} of the port {:?} is {found}, not {wanted}",
+                port.name
+            )));
+        }
+    }
+    if !config.has_vlans() {
         return Ok(());
-    };
-    let failed = || doing("the port's VLANs cannot be read");
-    let link = socket
-        .link(&port.name)
-        .map_err(failed())?
-        .ok_or_else(|| Error::other(format!("the port {:?} is missing", port.name)))?;
-    let found = socket.vlans(link.index).map_err(failed())?;
+    }
+    let found = socket
+        .vlans(port.index)
+        .map_err(doing("the port's VLANs cannot be read"))?;
     let wanted = config
         .trunk
         .iter()
@@ -492,21 +500,21 @@ impl Plugin for Bridge {
             .interfaces
             .iter()
             .filter(|i| i.sandbox.is_empty() && i.name != config.bridge);
-        let mut attached = false;
+        let mut attached = None;
         for port in ports {
-            attached |= socket
+            let link = socket
                 .link(&port.name)
-                .map_err(doing("a port cannot be read"))?
-                .is_some_and(|l| l.master == Some(bridge.index));
+                .map_err(doing("a port cannot be read"))?;
+            attached = attached.or(link.filter(|l| l.master == Some(bridge.index)));
         }
-        if !attached {
-            return Err(Error::other(format!(
+        let port = attached.ok_or_else(|| {
+            Error::other(format!(
                 "no interface of prevResult is a port of the bridge {:?}",
                 config.bridge
-            )));
-        }
+            ))
+        })?;
         interface::check(call, &expected)?;
-        check_port(&mut socket, &config, &expected)?;
+        check_port(&mut socket, &config, &port)?;
         if config.spoof_check
             && !spoof::has(&call.container, &call.ifname)
                 .map_err(doing("the MAC spoof check cannot be read"))?
@@ -524,6 +532,8 @@ impl Plugin for Bridge {
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
         let config = Config::parse(call)?;
         let mut socket = Socket::route().map_err(doing("opening a netlink socket failed"))?;
+        // First the pairs, because spoof checks are removed with their ports.
+        let links = pair::collect_links(call, keep);
         let spoof = if config.spoof_check {
             let is_removed = |port: &str| matches!(socket.link(port), Ok(None));
             spoof::collect(keep, is_removed).map_err(doing("MAC spoof checks cannot be removed"))
@@ -531,6 +541,7 @@ impl Plugin for Bridge {
             Ok(())
         };
         interface::join_errors([
+            links,
             spoof,
             pair::collect_masquerade(call, keep),
             interface::collect_addresses(call, keep),

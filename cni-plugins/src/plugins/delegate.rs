@@ -102,13 +102,30 @@ pub fn add(call: &Call<'_>, kind: &str) -> Result<Success, Error> {
     }
 }
 
-/// Calls DEL, CHECK or STATUS of the IPAM plugin `kind`.
+/// Calls DEL or CHECK of the IPAM plugin `kind`.
 pub fn forward(call: &Call<'_>, kind: &str, verb: &str) -> Result<(), Error> {
     match (find(call, kind)?, verb) {
         (Delegate::Own(plugin), "DEL") => plugin.del(call),
-        (Delegate::Own(plugin), "CHECK") => plugin.check(call),
-        (Delegate::Own(plugin), _) => plugin.status(call),
+        (Delegate::Own(plugin), _) => plugin.check(call),
         (Delegate::Foreign(path), verb) => execute(&path, verb, call.input).map(|_| ()),
+    }
+}
+
+/// Calls STATUS of the IPAM plugin `kind`. If the plugin is missing or cannot be executed, no ADD can succeed, and the code is
+/// [`Error::UNAVAILABLE`].
+pub fn status(call: &Call<'_>, kind: &str) -> Result<(), Error> {
+    let unavailable = |error: Error| match error.code {
+        Error::OTHER => Error {
+            code: Error::UNAVAILABLE,
+            ..error
+        },
+        _ => error,
+    };
+    match find(call, kind).map_err(unavailable)? {
+        Delegate::Own(plugin) => plugin.status(call),
+        Delegate::Foreign(path) => execute(&path, "STATUS", call.input)
+            .map(|_| ())
+            .map_err(unavailable),
     }
 }
 

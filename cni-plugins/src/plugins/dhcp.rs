@@ -32,8 +32,10 @@ fn call_daemon(call: &Call<'_>, verb: &str, keep: &[(String, String)]) -> Result
             ),
         )
     };
+    // Only the parts that the daemon reads, because a previous result can be large.
+    let config = json!({"name": call.network()?, "ipam": call.config.get("ipam")});
     let request = json!({"verb": verb, "container": call.container, "ifname": call.ifname, "netns": call.netns, "args": call.args,
-        "config": call.config.0, "keep": keep});
+        "config": config, "keep": keep});
     let mut stream = UnixStream::connect(path).map_err(failed)?;
     stream
         .write_all(request.to_string().as_bytes())

@@ -5,7 +5,7 @@
 
 use std::net::IpAddr;
 
-use super::interface::{doing, join_errors};
+use super::interface::{self, doing, join_errors};
 use crate::cni::{Error, Success};
 use crate::net::firewalld::Firewalld;
 use crate::net::iptables;
@@ -159,6 +159,19 @@ fn addresses(success: &Success) -> Vec<IpAddr> {
     success.ips.iter().map(|ip| ip.address.addr()).collect()
 }
 
+/// The addresses of the container's interface, which still exists when a runtime calls DEL of a chain in reverse order. Empty if
+/// the namespace or the interface does not exist.
+fn assigned_addresses(call: &Call<'_>) -> Vec<IpAddr> {
+    let found = interface::inside(call, |socket| {
+        let failed = || doing("the container's addresses cannot be read");
+        Ok(match socket.link(&call.ifname).map_err(failed())? {
+            Some(link) => socket.addresses(link.index).map_err(failed())?,
+            None => vec![],
+        })
+    });
+    found.unwrap_or_default().iter().map(|a| a.addr()).collect()
+}
+
 /// Legacy iptables filters packets in addition to nftables, and drops them even if nftables accepts them.
 fn reject_legacy_iptables() -> Result<(), Error> {
     if iptables::is_legacy("filter") {
@@ -202,12 +215,12 @@ impl Plugin for Firewall {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
-        let known = call
-            .previous()
-            .ok()
-            .flatten()
-            .map(|p| addresses(&p))
-            .unwrap_or_default();
+        let previous = call.previous().ok().flatten();
+        // The reference's rules have no owner, so that DEL needs the addresses.
+        let known = match previous.map(|p| addresses(&p)) {
+            Some(known) if !known.is_empty() => known,
+            _ => assigned_addresses(call),
+        };
         // Clean up both backends: firewalld may have been started or stopped since ADD.
         let tables = iptables::disallow(&known, &call.owner()?)
             .map_err(doing("the firewall's rules cannot be removed"));

@@ -147,6 +147,7 @@ pub(super) fn ipam<'a>(call: &Call<'a>) -> Result<&'a str, Error> {
 pub(super) fn call_ipam(call: &Call<'_>, verb: &str) -> Result<(), Error> {
     match ipam(call)? {
         "" => Ok(()),
+        kind if verb == "STATUS" => delegate::status(call, kind),
         kind => delegate::forward(call, kind, verb),
     }
 }
@@ -183,6 +184,15 @@ pub(super) fn remove(
     call: &Call<'_>,
     rules: impl FnOnce() -> Result<Option<Nft>, Error>,
 ) -> Result<(), Error> {
+    remove_with(call, rules, || Ok(()))
+}
+
+/// Like [`remove`]; `elsewhere` removes the interface if the call has no namespace.
+pub(super) fn remove_with(
+    call: &Call<'_>,
+    rules: impl FnOnce() -> Result<Option<Nft>, Error>,
+    elsewhere: impl FnOnce() -> Result<(), Error>,
+) -> Result<(), Error> {
     // host-local and static must release an address only after its interface was removed.
     // Other IPAM plugins come first: dhcp sends its release message over the interface.
     let at_last = ["host-local", "static"].contains(&ipam(call).unwrap_or_default());
@@ -207,7 +217,7 @@ pub(super) fn remove(
                 .and_then(|mut s| s.delete_link(&call.ifname))
                 .map_err(doing("the interface cannot be removed"))
         }),
-        None => Ok(()),
+        None => elsewhere(),
     };
     let link = link();
     join_errors([

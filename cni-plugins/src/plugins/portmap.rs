@@ -8,10 +8,10 @@ use std::path::Path;
 use ipnet::IpNet;
 
 use super::interface::doing;
-use crate::cni::{self, Error, Json, Success};
+use crate::cni::{self, Error, Json, Owner, Success};
 use crate::ipam::results;
 use crate::net::hostport::{self, Condition, Forward, Plan};
-use crate::net::iptables;
+use crate::net::{iptables, xtables};
 use crate::skel::{Call, Plugin};
 use holdfast_net::conntrack::{Conntrack, Flow};
 use holdfast_net::netlink::Socket;
@@ -26,6 +26,7 @@ const UDP: u8 = 17;
 struct Config {
     forwards: Vec<Forward>,
     conditions: [Vec<Condition>; 2],
+    backend: Option<Backend>,
     snat: bool,
     all: bool,
 }
@@ -67,9 +68,72 @@ fn mapping(config: Json<'_>) -> Result<Forward, Error> {
     })
 }
 
+/// The program whose syntax an option has. The reference works with one of the two programs and rejects options of the other
+/// (`ensureBackend`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Backend {
+    Iptables,
+    Nftables,
+}
+
+impl Backend {
+    fn name(self) -> &'static str {
+        match self {
+            Backend::Iptables => "iptables",
+            Backend::Nftables => "nftables",
+        }
+    }
+
+    /// The configured backend; `None` if the configuration names none.
+    fn parse(config: Json<'_>) -> Result<Option<Backend>, Error> {
+        match config.text("backend")? {
+            "" => Ok(None),
+            "iptables" => Ok(Some(Backend::Iptables)),
+            "nftables" => Ok(Some(Backend::Nftables)),
+            other => Err(Error::config(format!(
+                "unknown backend {other:?}: expected \"nftables\" or \"iptables\""
+            ))),
+        }
+    }
+
+    /// The backend of a list of conditions; `None` for an empty list. Conditions of iptables begin with an option or with `!`.
+    fn of(conditions: &[String]) -> Option<Backend> {
+        let mut words = conditions.iter().flat_map(|text| text.split_whitespace());
+        match words.next()?.chars().next()? {
+            '-' | '!' => Some(Backend::Iptables),
+            _ => Some(Backend::Nftables),
+        }
+    }
+}
+
+/// Checks that all options belong to the configured backend, or to one of the two if the configuration names none. Returns the
+/// configured backend.
+fn check_backend(config: Json<'_>) -> Result<Option<Backend>, Error> {
+    let configured = Backend::parse(config)?;
+    let mut options = vec![];
+    if !config.text("externalSetMarkChain")?.is_empty() {
+        options.push(("externalSetMarkChain", Backend::Iptables));
+    }
+    for key in ["conditionsV4", "conditionsV6"] {
+        options.extend(Backend::of(&config.texts(key)?).map(|b| (key, b)));
+    }
+    let named = configured.map(|backend| ("backend", backend));
+    let Some((by, backend)) = named.or(options.first().copied()) else {
+        return Ok(None);
+    };
+    match options.iter().find(|(_, other)| *other != backend) {
+        Some((key, other)) => Err(Error::config(format!(
+            "{key:?} is for {}, but {by:?} is for {}: use options of one backend",
+            other.name(),
+            backend.name()
+        ))),
+        None => Ok(configured),
+    }
+}
+
 /// Parses a condition in the syntax of iptables or nft. Returns
 /// the condition and the number of words that it consists of.
-fn condition(words: &[&str]) -> Option<(Condition, usize)> {
+fn condition(words: &[&str], backend: Backend) -> Option<(Condition, usize)> {
     let net = |text: &str| cni::network(text).or_else(|| cni::address(text).map(IpNet::from));
     let name = |text: &str| {
         Some(text.trim_matches('"').to_owned()).filter(|n| !n.is_empty() && n.len() < 16)
@@ -81,14 +145,18 @@ fn condition(words: &[&str]) -> Option<(Condition, usize)> {
         "-o" | "--out-interface" => Some(Condition::Interface(false, name(value)?, equal)),
         _ => None,
     };
-    let (negated, rest) = match words {
-        ["!", rest @ ..] => (true, rest),
-        rest => (false, rest),
-    };
-    match rest {
-        [option, value, ..] if option.starts_with('-') => {
-            Some((iptables(option, value, !negated)?, 2 + usize::from(negated)))
-        }
+    if backend == Backend::Iptables {
+        let (negated, rest) = match words {
+            ["!", rest @ ..] => (true, rest),
+            rest => (false, rest),
+        };
+        let [option, value, ..] = rest else {
+            return None;
+        };
+        let length = 2 + usize::from(negated);
+        return Some((iptables(option, value, !negated)?, length));
+    }
+    match words {
         ["ip" | "ip6", end @ ("saddr" | "daddr"), "!=", value, ..] => {
             Some((Condition::Address(*end == "saddr", net(value)?, false), 4))
         }
@@ -109,13 +177,16 @@ fn condition(words: &[&str]) -> Option<(Condition, usize)> {
 
 fn conditions(config: Json<'_>, key: &str, v4: bool) -> Result<Vec<Condition>, Error> {
     let texts = config.texts(key)?;
+    let Some(backend) = Backend::of(&texts) else {
+        return Ok(vec![]);
+    };
     let all: Vec<&str> = texts.iter().flat_map(|t| t.split_whitespace()).collect();
     let mut words = all.as_slice();
     let mut found = vec![];
     while !words.is_empty() {
-        let (condition, length) = condition(words).ok_or_else(|| {
+        let (condition, length) = condition(words, backend).ok_or_else(|| {
             Error::config(format!(
-                "{key}: {words:?} is not supported: use conditions on addresses (\"-s\", \"-d\", \"ip saddr\", \"ip daddr\") and interfaces (\"-i\", \"-o\", \"iifname\", \"oifname\"), negated with \"!\" or \"!=\""
+                "{key}: {words:?} is not supported: use conditions on addresses (\"-s\", \"-d\", \"ip saddr\", \"ip daddr\") and interfaces (\"-i\", \"-o\", \"iifname\", \"oifname\"), negated with \"!\" or \"!=\", all in the syntax of iptables or all in that of nft"
             ))
         })?;
         if matches!(&condition, Condition::Address(_, net, _) if net.addr().is_ipv4() != v4) {
@@ -132,12 +203,7 @@ fn conditions(config: Json<'_>, key: &str, v4: bool) -> Result<Vec<Condition>, E
 impl Config {
     fn parse(call: &Call<'_>) -> Result<Config, Error> {
         let c = call.config;
-        let backend = c.text("backend")?;
-        if !["", "iptables", "nftables"].contains(&backend) {
-            return Err(Error::config(format!(
-                "unknown backend {backend:?}: expected \"nftables\" or \"iptables\" (which is honoured through nftables)"
-            )));
-        }
+        let backend = check_backend(c)?;
         // The iptables backend of the reference needs packet marks.
         // This implementation does not, and only validates these keys.
         if c.get("markMasqBit").is_some() && !c.text("externalSetMarkChain")?.is_empty() {
@@ -160,9 +226,22 @@ impl Config {
         Ok(Config {
             forwards,
             conditions,
+            backend,
             snat,
             all: c.flag("masqAll")?,
         })
+    }
+
+    /// Adds the rules of a plan, in the tables of iptables if wanted and if the kernel has their matches.
+    fn forward(&self, plan: &Plan, call: &Call<'_>, owner: &Owner) -> std::io::Result<()> {
+        if xtables::is_wanted(self.backend.map_or("", Backend::name))? {
+            let network = call.network().map_err(std::io::Error::other)?;
+            let added = xtables::forward(plan, network, &call.container);
+            if !added.as_ref().is_err_and(xtables::is_unsupported) {
+                return added;
+            }
+        }
+        hostport::add(plan, owner, &call.container)
     }
 
     /// The rules to create for the container's addresses.
@@ -192,7 +271,7 @@ impl Config {
             let forwards: Vec<Forward> = self.forwards.iter().filter(fits).map(any).collect();
             if !forwards.is_empty() {
                 plans.push(Plan {
-                    container: ip.address.addr(),
+                    container: ip.address,
                     forwards,
                     conditions: conditions.clone(),
                     hairpin: self.snat,
@@ -279,17 +358,20 @@ impl Plugin for Portmap {
     fn add(&self, call: &Call<'_>) -> Result<Success, Error> {
         let previous = call.chained("portmap")?;
         let config = Config::parse(call)?;
-        let owner = call.owner()?;
+        let (network, owner) = (call.network()?, call.owner()?);
         for plan in config.plans(call, &previous) {
-            if plan.hairpin && plan.container.is_ipv4() {
-                route_localnet(plan.container)?;
+            if plan.hairpin && plan.is_v4() {
+                route_localnet(plan.container.addr())?;
             }
-            let added = hostport::add(&plan, &owner, &call.container);
+            let added = config.forward(&plan, call, &owner);
             if added.is_err() {
                 // Report only the first error; the runtime calls DEL for leftovers.
-                let _ = Nft::clean_up(|nft| hostport::remove(nft, &owner, None));
+                let _ = Nft::clean_up(|nft| {
+                    hostport::remove(nft, &owner, None)?;
+                    iptables::remove_hostports(nft, network, &call.container)
+                });
             }
-            added.map_err(doing("forwarding ports in nftables failed"))?;
+            added.map_err(doing("forwarding ports failed"))?;
         }
         forget(&config.udp_ports(), &[]);
         Ok(previous)
@@ -325,7 +407,7 @@ impl Plugin for Portmap {
         let (network, owner) = (call.network()?, call.owner()?);
         let failed = || doing("reading the rules for forwarded ports failed");
         for plan in config.plans(call, &call.chained("portmap")?) {
-            let v4 = plan.container.is_ipv4();
+            let v4 = plan.is_v4();
             let found = hostport::count(&plan, &owner, &call.container).map_err(failed())?;
             if found < plan.size()
                 && !iptables::forwards(v4, plan.size_in_iptables(), network, &call.container)
@@ -334,7 +416,7 @@ impl Plugin for Portmap {
                 return Err(Error::other(format!(
                     "only {found} of {} rules that forward ports to {} exist{}",
                     plan.size(),
-                    plan.container,
+                    plan.container.addr(),
                     iptables::legacy_hint()
                 )));
             }
@@ -366,6 +448,51 @@ mod tests {
     use serde_json::json;
 
     #[test]
+    fn options_belong_to_one_backend() {
+        let check = |config: serde_json::Value| check_backend(Json(&config));
+        let [v4, v6] = [
+            json!(["ip saddr 192.0.2.0/24"]),
+            json!(["!", "-s", "fd00::/8"]),
+        ];
+        for fine in [
+            json!({}),
+            json!({"backend": "nftables", "conditionsV4": v4, "conditionsV6": []}),
+            json!({"backend": "iptables", "conditionsV6": v6, "externalSetMarkChain": "X"}),
+            json!({"conditionsV4": v4}),
+            json!({"conditionsV4": ["", " "], "conditionsV6": v6, "externalSetMarkChain": "X"}),
+        ] {
+            assert!(check(fine.clone()).is_ok(), "{fine}");
+        }
+        for (wrong, named) in [
+            (
+                json!({"backend": "nftables", "conditionsV6": v6}),
+                "conditionsV6",
+            ),
+            (
+                json!({"backend": "iptables", "conditionsV4": v4}),
+                "conditionsV4",
+            ),
+            (
+                json!({"backend": "nftables", "externalSetMarkChain": "X"}),
+                "externalSetMarkChain",
+            ),
+            (
+                json!({"conditionsV4": v4, "conditionsV6": v6}),
+                "conditionsV6",
+            ),
+            (
+                json!({"conditionsV4": ["", " -s"], "backend": "nftables"}),
+                "conditionsV4",
+            ),
+            (json!({"backend": "ipvs"}), "ipvs"),
+        ] {
+            let error = check(wrong.clone()).expect_err("options of two backends");
+            assert!(error.message.contains(named), "{wrong}: {error}");
+            assert_eq!(error.code, Error::CONFIG);
+        }
+    }
+
+    #[test]
     fn conditions_are_parsed_in_the_syntax_of_iptables_and_nft() {
         let read = |words: serde_json::Value, v4| conditions(Json(&json!({"c": words})), "c", v4);
         let net = |text: &str| text.parse::<IpNet>().expect("a network");
@@ -390,6 +517,9 @@ mod tests {
             json!(["ip", "saddr", "x"]),
             json!(["-s", "fd00::1"]),
             json!(["!"]),
+            json!(["-s", "192.0.2.1", "ip daddr 192.0.2.2"]),
+            json!(["ip daddr 192.0.2.2", "-s", "192.0.2.1"]),
+            json!(["", "-p tcp"]),
         ] {
             assert!(read(wrong.clone(), true).is_err(), "{wrong}");
         }

@@ -213,12 +213,13 @@ impl Plugin for Ptp {
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
         let config = Config::parse(call)?;
         interface::join_errors([
+            pair::collect_links(call, keep),
             pair::collect_masquerade(call, keep),
             delegate::collect(call, config.ipam, keep),
         ])
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
-        delegate::forward(call, Config::parse(call)?.ipam, "STATUS")
+        delegate::status(call, Config::parse(call)?.ipam)
     }
 }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 
 use super::interface::{self, doing};
-use crate::cni::{Error, Json, Success, cni_args, duplicate};
+use crate::cni::{Error, Json, Success, cni_args};
 use crate::net::netns;
 use crate::skel::{Call, Plugin};
 use holdfast_net::link::{Change, Link, mac_text, parse_mac};
@@ -23,11 +23,43 @@ const ALLOWED: &str = "/etc/cni/tuning/allowlist.conf";
 struct Config {
     /// Sysctls to set: the path below `/proc/sys` and the value.
     sysctls: BTreeMap<String, String>,
+    /// The keys of the sysctls as configured, before `IFNAME` is replaced.
+    keys: Vec<String>,
     mac: Option<[u8; 6]>,
     promiscuous: Option<bool>,
     mtu: Option<u32>,
     queue: Option<u32>,
     all_multicast: Option<bool>,
+}
+
+/// Checks that a line of the allowlist matches each key. A line is a regular expression, which need not match the whole key. As in
+/// the reference, it is applied to the key as configured, which may contain `IFNAME` (`validateSysctlConf`). A line about the
+/// interface's own name or with the other separator matches, too. Lines after the one that matches are not compiled.
+fn allow(list: &str, keys: &[String], ifname: &str) -> Result<(), Error> {
+    let lines = || {
+        let trimmed = list.lines().map(str::trim);
+        trimmed.filter(|line| !line.is_empty() && !line.starts_with('#'))
+    };
+    for key in keys {
+        let path = path(key, ifname)?;
+        let spellings = [key, &key.replace('/', "."), &path, &path.replace('/', ".")];
+        let mut is_allowed = false;
+        for line in lines() {
+            let expression = regex_lite::Regex::new(line).map_err(doing(format!(
+                "{ALLOWED}: {line:?} is not a regular expression"
+            )))?;
+            is_allowed = spellings.iter().any(|s| expression.is_match(s));
+            if is_allowed {
+                break;
+            }
+        }
+        if !is_allowed {
+            return Err(Error::config(format!(
+                "the sysctl {key:?} is not allowed: no line of {ALLOWED} matches it"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// The path of a sysctl. The path must be below `net` and must not contain `..`.
@@ -57,7 +89,7 @@ fn numbers(config: Json<'_>, key: &str, most: u32) -> Result<Option<u32>, Error>
 impl Config {
     fn parse(call: &Call<'_>) -> Result<Config, Error> {
         let (top, args) = (call.config, call.config.object("args")?.object("cni")?);
-        if let Some(key) = duplicate(call.input, "sysctl") {
+        if let Some(key) = &call.repeated_sysctl {
             return Err(Error::config(format!(
                 "the sysctl {key:?} occurs twice in the configuration: remove one of them"
             )));
@@ -72,9 +104,13 @@ impl Config {
                         format!("the sysctl {key:?} is {value}, but must be a string"),
                     ));
                 };
-                config
-                    .sysctls
-                    .insert(path(key, &call.ifname)?, text.clone());
+                // STATUS is not about an interface.
+                let ifname = match call.ifname.as_str() {
+                    "" => "IFNAME",
+                    name => name,
+                };
+                config.sysctls.insert(path(key, ifname)?, text.clone());
+                config.keys.push(key.clone());
             }
             let flag = |key: &str| source.get(key).map(|_| source.flag(key)).transpose();
             config.promiscuous = flag("promisc")?.or(config.promiscuous);
@@ -98,31 +134,19 @@ impl Config {
                 ))
             })?);
         }
-        // If the administrator has an allowlist, only the listed sysctls may be set.
-        if let Ok(list) = std::fs::read_to_string(ALLOWED) {
-            let mut allowed = vec![];
-            for line in list
-                .lines()
-                .map(str::trim)
-                .filter(|l| !l.is_empty() && !l.starts_with('#'))
-            {
-                allowed.push(regex_lite::Regex::new(line).map_err(doing(format!(
-                    "{ALLOWED}: {line:?} is not a regular expression"
-                )))?);
-            }
-            let dotted = |path: &str| path.replace('/', ".");
-            if let Some(path) = config.sysctls.keys().find(|p| {
-                !allowed
-                    .iter()
-                    .any(|a| a.is_match(p) || a.is_match(&dotted(p)))
-            }) {
-                return Err(Error::config(format!(
-                    "the sysctl {:?} is not allowed: no line of {ALLOWED} matches it",
-                    dotted(path)
-                )));
-            }
-        }
         Ok(config)
+    }
+
+    /// ADD and STATUS: if the administrator has an allowlist, only the listed sysctls may be set.
+    fn check_allowlist(&self, ifname: &str) -> Result<(), Error> {
+        match std::fs::read(ALLOWED) {
+            Ok(list) => allow(&String::from_utf8_lossy(&list), &self.keys, ifname),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(Error::doing(
+                format!("the allowlist of sysctls {ALLOWED} cannot be read"),
+                error,
+            )),
+        }
     }
 
     fn changes_link(&self) -> bool {
@@ -185,6 +209,31 @@ fn link(socket: &mut Socket, ifname: &str) -> Result<Link, Error> {
     })
 }
 
+/// Sets the MTU of the host end of a pair. A packet that is larger than the MTU of the receiving end is dropped without a message,
+/// so both ends need the same MTU. `peer` is the index of the host end, which counts only if a plugin of the chain has listed the
+/// link: the other end may be in a third namespace, where the index means another link.
+fn set_host_mtu(previous: &Success, peer: u32, mtu: u32) -> Result<(), Error> {
+    let failed = || doing("the MTU of the host's end of the pair cannot be set");
+    let mut socket = Socket::route().map_err(failed())?;
+    let is_listed = |link: &Link| {
+        link.kind == "veth"
+            && previous
+                .interfaces
+                .iter()
+                .any(|i| i.sandbox.is_empty() && i.name == link.name)
+    };
+    match socket.link_at(peer).map_err(failed())? {
+        Some(link) if is_listed(&link) && link.mtu != mtu => {
+            let change = Change {
+                mtu: Some(mtu),
+                ..Change::default()
+            };
+            socket.change_link(link.index, change).map_err(failed())
+        }
+        _ => Ok(()),
+    }
+}
+
 fn keep(call: &Call<'_>, config: &Config, link: &Link) -> Result<(), Error> {
     use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
     let path = backup(call)?;
@@ -235,14 +284,15 @@ impl Plugin for Tuning {
     fn add(&self, call: &Call<'_>) -> Result<Success, Error> {
         let mut success = call.chained("tuning")?;
         let config = Config::parse(call)?;
-        interface::inside(call, |socket| {
+        config.check_allowlist(&call.ifname)?;
+        let peer = interface::inside(call, |socket| {
             for (path, value) in &config.sysctls {
                 sysctl::set(path, value).map_err(doing(format!(
                     "the sysctl {path:?} cannot be set to {value:?}"
                 )))?;
             }
             if !config.changes_link() {
-                return Ok(());
+                return Ok(None);
             }
             let link = link(socket, &call.ifname)?;
             keep(call, &config, &link)?;
@@ -251,8 +301,12 @@ impl Plugin for Tuning {
                 .map_err(doing(format!(
                     "the interface {:?} cannot be changed",
                     call.ifname
-                )))
+                )))?;
+            Ok(link.parent.filter(|_| link.kind == "veth"))
         })?;
+        if let (Some(mtu), Some(peer)) = (config.mtu, peer) {
+            set_host_mtu(&success, peer, mtu)?;
+        }
         if let Some(mac) = config.mac {
             success
                 .interfaces
@@ -285,16 +339,22 @@ impl Plugin for Tuning {
         if !call.netns.is_empty()
             && let Some(namespace) = netns::open(&call.netns)?
         {
-            netns::inside(&namespace, || {
+            let peer = netns::inside(&namespace, || {
                 let failed = || doing("the container's interface cannot be restored");
                 let mut socket = Socket::route().map_err(failed())?;
-                match socket.link(&call.ifname).map_err(failed())? {
-                    Some(link) => socket
-                        .change_link(link.index, config.change())
-                        .map_err(failed()),
-                    None => Ok(()),
-                }
+                let Some(link) = socket.link(&call.ifname).map_err(failed())? else {
+                    return Ok(None);
+                };
+                socket
+                    .change_link(link.index, config.change())
+                    .map_err(failed())?;
+                Ok(link.parent.filter(|_| link.kind == "veth"))
             })?;
+            // Both ends of a pair have the same MTU before ADD, or else the pair would lose packets.
+            if let (Some(mtu), Some(peer), Ok(Some(previous))) = (config.mtu, peer, call.previous())
+            {
+                set_host_mtu(&previous, peer, mtu)?;
+            }
         }
         std::fs::remove_file(&path).map_err(doing(format!("{} cannot be removed", path.display())))
     }
@@ -328,7 +388,7 @@ impl Plugin for Tuning {
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
-        Config::parse(call).map(|_| ())
+        Config::parse(call)?.check_allowlist("IFNAME")
     }
 }
 
@@ -362,5 +422,42 @@ mod tests {
         ] {
             assert!(path(wrong, "eth0").is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn the_allowlist_has_expressions_for_keys_as_configured() {
+        let is_allowed = |list: &str, key: &str| allow(list, &[key.to_owned()], "eth0");
+        // The example of the reference's documentation.
+        let documented = "^net\\.ipv4\\.conf\\.IFNAME\\.[a-z_]*$\n";
+        let arp = "net.ipv4.conf.IFNAME.arp_filter";
+        for (list, key) in [
+            (documented, arp),
+            ("  conf  \n", arp),
+            ("# comment\n\n^net", arp),
+            ("x\r\n^net.ipv4\r\n", arp),
+            ("^net\\.ipv4\\.conf\\.eth0\\.", arp),
+            (
+                "^net\\.ipv4\\.conf\\.eth0\\.",
+                "net/ipv4/conf/eth0/arp_filter",
+            ),
+            (
+                "^net/ipv4/conf/eth0/arp_filter$",
+                "net.ipv4.conf.eth0.arp_filter",
+            ),
+            ("arp_filter\n(", arp),
+        ] {
+            assert_eq!(is_allowed(list, key), Ok(()), "{list:?} {key}");
+        }
+        for (list, key) in [
+            ("", arp),
+            ("\n#.*\n", arp),
+            (documented, "net.ipv4.conf.all.arp_filter"),
+            (documented, "net.ipv6.conf.IFNAME.accept_ra"),
+            ("(\narp_filter", arp),
+            ("arp_filter", "kernel.arp_filter"),
+        ] {
+            assert!(is_allowed(list, key).is_err(), "{list:?} {key}");
+        }
+        assert_eq!(allow("", &[], "eth0"), Ok(()));
     }
 }

@@ -1,11 +1,12 @@
 //! Chained plugins: `bandwidth`, `tuning`, `sbr`.
 
+use std::net::UdpSocket;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
 use super::firewall::reaches;
-use super::world::{World, ip, once_up, versions};
+use super::world::{World, inside, ip, once_up, versions};
 
 /// Maximum time for a connection; a connection without a target is refused immediately.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -327,6 +328,88 @@ fn tuning_sets_sysctls_and_properties_and_restores_them() {
         );
         assert!(error["msg"].as_str().unwrap().contains(expected), "{error}");
     }
+}
+
+#[test]
+fn tuning_sets_the_mtu_of_both_ends() {
+    let (world, config, result) = bridged("1.0.0", json!({}));
+    let host_end = result["interfaces"][1]["name"].as_str().unwrap();
+    let mtu = |namespace: &str, link: &str| {
+        let shown = ip(&["-n", namespace, "-j", "link", "show", link]);
+        serde_json::from_str::<Value>(&shown).unwrap()[0]["mtu"].clone()
+    };
+    let both = || [mtu(&world.container, "eth0"), mtu(&world.host, host_end)];
+    let data = world.data.path().join("tuning");
+    let chained = |mtu: u32| {
+        let wanted = json!({"mtu": mtu, "dataDir": data});
+        World::chained("1.0.0", "tuning", &result, wanted)
+    };
+    for wanted in [1300, 4000] {
+        world.ok("tuning", "ADD", &chained(wanted));
+        assert_eq!(both(), [wanted, wanted]);
+        world.ok("tuning", "CHECK", &chained(wanted));
+        world.ok("tuning", "DEL", &chained(wanted));
+        assert_eq!(both(), [1500, 1500], "DEL restores both");
+    }
+    // A datagram of more than the MTU arrives in fragments. The container's end would drop a packet of the bridge's first MTU.
+    world.ok("tuning", "ADD", &chained(1300));
+    let bind = |namespace: &str, at: &str| inside(namespace, || UdpSocket::bind(at).unwrap());
+    let receiver = bind(&world.container, "10.198.1.2:4000");
+    receiver.set_read_timeout(Some(CONNECT_TIMEOUT)).unwrap();
+    let sender = bind(&world.host, "10.198.1.1:4000");
+    sender.send_to(&[7; 1400], "10.198.1.2:4000").unwrap();
+    assert_eq!(receiver.recv(&mut [0; 2000]).unwrap(), 1400);
+    // A link that the chain does not list stays.
+    let mut unlisted = chained(1200);
+    unlisted["prevResult"]["interfaces"][1]["name"] = "other".into();
+    world.ok("tuning", "ADD", &unlisted);
+    assert_eq!(both(), [1200, 1300]);
+    world.ok("bridge", "DEL", &config);
+}
+
+/// `ip netns exec` gives each call a separate mount namespace, so that no other test sees the allowlist.
+#[test]
+fn the_allowlist_restricts_the_sysctls_of_new_containers() {
+    let (world, _, result) = bridged("1.1.0", json!({}));
+    let script = world.data.path().join("tuning");
+    let plugin = super::world::plugins().join("tuning");
+    let call = |verb: &str, list: &str, key: &str| {
+        let text = format!(
+            "#!/bin/sh\nset -e\nmount -t tmpfs none /etc\nmkdir -p /etc/cni/tuning\ncat > /etc/cni/tuning/allowlist.conf << 'END'\n{list}\nEND\nexec {}\n",
+            plugin.display()
+        );
+        std::fs::write(&script, text).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(&script, mode).unwrap();
+        let wanted = json!({"sysctl": {key: "1"}, "dataDir": world.data.path()});
+        let config = World::chained("1.1.0", "tuning", &result, wanted);
+        let output = world.call(script.to_str().unwrap(), verb, &config, &[]);
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        (output.status.success(), text)
+    };
+    let filter = "net.ipv4.conf.IFNAME.arp_filter";
+    let ignore = "net.ipv4.conf.IFNAME.arp_ignore";
+    let list = r"^net\.ipv4\.conf\.IFNAME\.arp_f[a-z_]*$";
+    let set = || {
+        let path = "/proc/sys/net/ipv4/conf/eth0";
+        let of = |name: &str| {
+            let path = format!("{path}/{name}");
+            ip(&["netns", "exec", &world.container, "cat", &path])
+        };
+        [of("arp_filter"), of("arp_ignore")].map(|text| text.trim() == "1")
+    };
+    let (refused, text) = call("ADD", list, ignore);
+    assert!(!refused && text.contains(ignore), "{text}");
+    assert_eq!(set(), [false, false]);
+    let (accepted, text) = call("ADD", list, filter);
+    assert!(accepted, "{text}");
+    assert_eq!(set(), [true, false]);
+    assert!(!call("STATUS", list, ignore).0 && call("STATUS", list, filter).0);
+    // The list is for new containers.
+    assert!(call("CHECK", "^nothing", filter).0);
+    assert!(call("DEL", "^nothing", filter).0);
+    let (refused, text) = call("ADD", "(", filter);
+    assert!(!refused && text.contains("regular expression"), "{text}");
 }
 
 #[test]

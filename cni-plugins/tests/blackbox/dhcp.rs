@@ -268,6 +268,31 @@ fn leases_are_acquired_and_released() {
     }
 }
 
+/// Without the message, the server would keep the only address for an hour.
+#[test]
+fn del_releases_the_lease_on_the_server() {
+    let network = Network::new(1, 3600);
+    let (world, config) = (&network.world, network.config("1.1.0"));
+    for container in ["c1", "c2", "c3"] {
+        let env = [("CNI_CONTAINERID", container)];
+        let result = world.ok_with("macvlan", "ADD", &config, &env);
+        let address = &result["ips"][0]["address"];
+        assert_eq!(address, "10.198.8.10/24", "{container}: {}", network.log());
+        // As after some minutes without packets to the server, which at first does not answer for its hardware address.
+        ip(&["-n", &world.container, "neigh", "flush", "dev", "eth0"]);
+        let resolves = |on: &str| ip(&["-n", &network.far.host, "link", "set", "wire", "arp", on]);
+        resolves("off");
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(300));
+                resolves("on");
+            });
+            world.ok_with("macvlan", "DEL", &config, &env);
+        });
+        assert!(!network.log().contains("failed"), "{}", network.log());
+    }
+}
+
 #[test]
 fn leases_are_renewed_outlive_the_daemon_and_expire_without_their_server() {
     // Long enough for a busy machine to renew the lease in time.

@@ -103,7 +103,7 @@ fn configurations(world: &World) -> Vec<Value> {
         json!({"type": "tap", "multiQueue": true, "mtu": 1400, "mac": "c2:11:22:33:44:55", "owner": 1, "group": 1, "ipam": ipam}),
         json!({"type": "loopback"}),
         chained(
-            json!({"type": "portmap", "backend": "nftables", "snat": true, "masqAll": false, "markMasqBit": 5, "conditionsV4": ["-s", "192.0.2.0/24"], "conditionsV6": [],
+            json!({"type": "portmap", "backend": "nftables", "snat": true, "masqAll": false, "markMasqBit": 5, "conditionsV4": ["ip saddr 192.0.2.0/24"], "conditionsV6": [],
             "runtimeConfig": {"portMappings": [{"hostPort": 8080, "containerPort": 80, "protocol": "tcp", "hostIP": "127.0.0.1"}]}}),
         ),
         chained(

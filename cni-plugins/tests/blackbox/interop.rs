@@ -6,6 +6,7 @@ use std::process::{Command, Output};
 
 use serde_json::{Value, json};
 
+use super::portmap::{fetch, serve_word};
 use super::world::{World, ip, plugins};
 
 /// The directory of the distribution's reference plugins.
@@ -143,6 +144,138 @@ fn networks_of_the_reference_are_removed() {
         "{}",
         world.ruleset()
     );
+}
+
+/// With the backend `iptables`, the reference's DEL finds our rules in any version. Without it, versions before 1.6 do not.
+#[test]
+fn the_reference_removes_our_rules_in_the_tables_of_iptables() {
+    let world = World::new();
+    let mut chain = chain(&world);
+    chain[0]["ipMasqBackend"] = "iptables".into();
+    chain[1]["backend"] = "iptables".into();
+    let ranges = json!([[{"subnet": "10.198.1.0/24"}], [{"subnet": "fd00:198:1::/64"}]]);
+    chain[0]["ipam"] =
+        json!({"type": "host-local", "dataDir": world.data.path(), "ranges": ranges});
+    let rules = || {
+        let of = |program: &str| world.on_host(&[program]);
+        format!("{}{}", of("iptables-save"), of("ip6tables-save"))
+    };
+    for (ours, other) in [(plugins(), reference()), (plugins(), plugins())] {
+        let result = add(&world, &ours, &chain);
+        for config in &chain {
+            let plugin = config["type"].as_str().unwrap();
+            world.ok(plugin, "CHECK", &World::with_previous(config, &result));
+        }
+        let made = rules();
+        let address = result["ips"][0]["address"]
+            .as_str()
+            .unwrap()
+            .replace("/24", "");
+        for text in [
+            format!(
+                "-s {address}/32 -m comment --comment \"name: \\\"net\\\" id: \\\"c1\\\"\" -j CNI-"
+            ),
+            "! -d 224.0.0.0/4 -m comment".to_owned(),
+            "! -d ff00::/8 -m comment".to_owned(),
+            format!("-j DNAT --to-destination {address}:80"),
+            "-j DNAT --to-destination [fd00:198:1::".to_owned(),
+            "-m conntrack --ctstate DNAT --ctorigdstport 8080 -j MASQUERADE".to_owned(),
+            "-m multiport --dports 8053".to_owned(),
+        ] {
+            assert!(made.contains(&text), "{text}\n{made}");
+        }
+        assert!(!made.contains("incompatible"), "{made}");
+        serve_word(&world.container, &format!("{address}:80"), "container");
+        assert_eq!(
+            fetch(&world.host, "10.198.1.1:8080").as_deref(),
+            Some("container"),
+            "{made}"
+        );
+        del(&world, &other, &chain, &result);
+        let left = rules();
+        let of_container = ["10.198.1.", "fd00:198:1", "CNI-DN-", "CNI-SN-", "id: "];
+        let found = of_container.map(|text| left.contains(text));
+        assert_eq!(found, [false; 5], "{other:?}: {left}");
+        assert!(world.taken().is_empty());
+        let own = world.ruleset();
+        assert!(!own.contains("cni_hostport") && !own.contains("cni_plugins_masquerade"));
+    }
+}
+
+/// On a host with containers of the reference, a container that we connect may be disconnected by the reference, too.
+#[test]
+fn next_to_containers_of_the_reference_the_reference_removes_our_rules() {
+    let (world, other) = (World::new(), World::new());
+    let mut chain = chain(&world);
+    let ranges = json!([[{"subnet": "10.198.1.0/24"}], [{"subnet": "fd00:198:1::/64"}]]);
+    chain[0]["ipam"] =
+        json!({"type": "host-local", "dataDir": world.data.path(), "ranges": ranges});
+    add(&world, &reference(), &chain);
+    let rules = || {
+        let of = |program: &str| world.on_host(&[program]);
+        let all = format!("{}{}", of("iptables-save"), of("ip6tables-save"));
+        let mut lines: Vec<String> = all.lines().map(Into::into).collect();
+        lines.retain(|l| l.starts_with("-A") && !l.contains("CNI-HOSTPORT-SNAT"));
+        lines.sort();
+        lines
+    };
+    let before = rules();
+    let (netns, theirs) = (other.netns(), reference());
+    let second = [("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*netns)];
+    let own_ports = json!([{"hostPort": 8081, "containerPort": 80, "protocol": "tcp"}, {"hostPort": 8054, "containerPort": 53, "protocol": "sctp"}]);
+    chain[1]["runtimeConfig"]["portMappings"] = own_ports;
+    let mut result = Value::Null;
+    for config in &chain {
+        let config = World::with_previous(config, &result);
+        result = world.ok_with(config["type"].as_str().unwrap(), "ADD", &config, &second);
+    }
+    let address = result["ips"][0]["address"].as_str().unwrap();
+    assert_eq!(address, "10.198.1.3/24");
+    assert_eq!(
+        rules().iter().filter(|l| l.contains("10.198.1.3")).count(),
+        9,
+        "{:#?}",
+        rules()
+    );
+    for config in chain.iter().rev() {
+        let config = World::with_previous(config, &result);
+        let plugin = theirs.join(config["type"].as_str().unwrap());
+        let env = [&second[..], &[("CNI_PATH", theirs.to_str().unwrap())]].concat();
+        world.ok_with(plugin.to_str().unwrap(), "DEL", &config, &env);
+    }
+    assert_eq!(rules(), before);
+    let own = world.ruleset();
+    assert!(!own.contains("cni_hostport") && !own.contains("cni_plugins_masquerade"));
+}
+
+#[test]
+fn rules_of_the_reference_are_removed_without_the_result_of_add() {
+    let world = World::new();
+    let chain = chain(&world);
+    add(&world, &reference(), &chain);
+    del(&world, &plugins(), &chain, &Value::Null);
+    let rules = world.on_host(&["iptables-save"]);
+    let none = ["10.198.1.2", "CNI-DN-", "id: "].map(|text| rules.contains(text));
+    assert_eq!(none, [false; 3], "{rules}");
+}
+
+/// The reference writes no alias, so the result of ADD identifies its pair.
+#[test]
+fn pairs_of_the_reference_are_removed_without_a_namespace() {
+    let world = World::new();
+    let chain = chain(&world);
+    let result = add(&world, &reference(), &chain);
+    // Another container's link that got the name of the pair.
+    let mut stale = result.clone();
+    stale["interfaces"][1]["mac"] = "02:00:00:00:00:01".into();
+    let bridge = |previous: &Value| {
+        let config = World::with_previous(&chain[0], previous);
+        world.ok_with("bridge", "DEL", &config, &[("CNI_NETNS", "")]);
+        ip(&["-n", &world.host, "link"]).matches("veth").count()
+    };
+    assert_eq!(bridge(&stale), 1);
+    assert_eq!(bridge(&result), 0);
+    assert!(!ip(&["-n", &world.container, "link"]).contains("eth0"));
 }
 
 #[test]

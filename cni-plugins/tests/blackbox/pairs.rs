@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::firewall::reaches;
-use super::world::{World, ip, once_up, versions};
+use super::world::{World, ip, once_up, plugins, versions};
 
 #[test]
 fn bridge_adds_checks_and_deletes_in_every_version() {
@@ -76,6 +76,152 @@ fn del_cleans_up_when_the_namespace_was_deleted_or_is_unknown() {
         assert!(!world.ruleset().contains("saddr"));
         ip(&["netns", "add", &world.container]);
     }
+}
+
+/// The host's links of containers.
+fn host_ends(world: &World) -> usize {
+    ip(&["-n", &world.host, "link"]).matches("veth").count()
+}
+
+#[test]
+fn del_without_a_namespace_removes_the_pair_of_a_live_container() {
+    for (plugin, netns) in [("bridge", ""), ("ptp", "/run/netns/nonexistent")] {
+        let world = World::new();
+        let config = world.config("1.0.0", json!({"type": plugin}));
+        let other = World::new();
+        let second = [("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())];
+        world.ok(plugin, "ADD", &config);
+        world.ok_with(plugin, "ADD", &config, &second);
+        assert_eq!(host_ends(&world), 2);
+        for _ in 0..2 {
+            world.ok_with(plugin, "DEL", &config, &[("CNI_NETNS", netns)]);
+            assert_eq!(host_ends(&world), 1, "{plugin}: only the container's pair");
+        }
+        let links = |namespace: &str| ip(&["-n", namespace, "link"]);
+        assert!(!links(&world.container).contains("eth0"));
+        assert!(links(&other.container).contains("eth0"));
+        assert_eq!(world.taken().len(), 1);
+        // The name is free for the next ADD.
+        world.ok(plugin, "ADD", &config);
+    }
+}
+
+#[test]
+fn gc_removes_the_pairs_of_unlisted_attachments() {
+    for plugin in ["bridge", "ptp"] {
+        let (world, other) = (World::new(), World::new());
+        let config = world.config("1.1.0", json!({"type": plugin, "ipMasq": true}));
+        let second = [("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())];
+        world.ok(plugin, "ADD", &config);
+        world.ok_with(plugin, "ADD", &config, &second);
+        // The same bridge, in another network.
+        let mut elsewhere = config.clone();
+        elsewhere["name"] = "other".into();
+        match plugin {
+            "ptp" => elsewhere["ipam"]["subnet"] = "10.198.2.0/24".into(),
+            _ => elsewhere["ipam"]["rangeStart"] = "10.198.1.100".into(),
+        }
+        let third = [&second[..], &[("CNI_IFNAME", "eth1")]].concat();
+        world.ok_with(plugin, "ADD", &elsewhere, &third);
+        let gc = |keep: Value| {
+            let mut gc = config.clone();
+            gc["cni.dev/valid-attachments"] = keep;
+            world.ok(plugin, "GC", &gc);
+            host_ends(&world)
+        };
+        let [c1, c2] = ["c1", "c2"].map(|id| json!({"containerID": id, "ifname": "eth0"}));
+        assert_eq!(gc(json!([c1, c2])), 3, "{plugin}");
+        assert_eq!(gc(json!([c2])), 2, "{plugin}");
+        assert!(!ip(&["-n", &world.container, "link"]).contains("eth0"));
+        assert!(!world.ruleset().contains("id: c1"), "{}", world.ruleset());
+        assert_eq!(gc(json!([])), 1, "{plugin}: the other network's stays");
+    }
+}
+
+#[test]
+fn an_attachment_whose_result_the_runtime_cannot_get_is_removed() {
+    let world = World::new();
+    // A result of version 0.2.0 needs an address.
+    let layer_two = world.config("0.2.0", json!({"ipam": {}, "isDefaultGateway": false}));
+    for _ in 0..2 {
+        let refusal = world.refused("bridge", "ADD", &layer_two, &[]);
+        let text = refusal["msg"].as_str().unwrap();
+        assert!(text.contains("address"), "{refusal}");
+        assert!(!ip(&["-n", &world.container, "link"]).contains("eth0"));
+        assert_eq!(host_ends(&world), 0);
+    }
+    // The runtime has stopped and reads no result.
+    let config = world.config("1.0.0", json!({"ipMasq": true}));
+    let script = "exec \"$0\" >/dev/full";
+    let bridge = plugins().join("bridge");
+    let mut child = Command::new("ip")
+        .args(["netns", "exec", &world.host, "sh", "-c", script])
+        .arg(&bridge)
+        .env("CNI_COMMAND", "ADD")
+        .env("CNI_CONTAINERID", "c1")
+        .env("CNI_NETNS", world.netns())
+        .env("CNI_IFNAME", "eth0")
+        .env("CNI_PATH", plugins())
+        .stdin(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut input = child.stdin.take().unwrap();
+    std::io::Write::write_all(&mut input, config.to_string().as_bytes()).unwrap();
+    drop(input);
+    assert!(!child.wait().unwrap().success());
+    assert!(!ip(&["-n", &world.container, "link"]).contains("eth0"));
+    assert_eq!((host_ends(&world), world.taken().len()), (0, 0));
+    assert!(!world.ruleset().contains("saddr"), "{}", world.ruleset());
+}
+
+#[test]
+fn check_finds_changed_flags_of_the_port() {
+    for (key, flag) in [("hairpinMode", "hairpin"), ("portIsolation", "isolated")] {
+        for configured in [true, false] {
+            let world = World::new();
+            let config = world.config("1.0.0", json!({key: configured}));
+            let result = world.ok("bridge", "ADD", &config);
+            let checked = World::with_previous(&config, &result);
+            world.ok("bridge", "CHECK", &checked);
+            let port = result["interfaces"][1]["name"].as_str().unwrap();
+            let set = |on: bool| {
+                let on = if on { "on" } else { "off" };
+                world.on_host(&["bridge", "link", "set", "dev", port, flag, on])
+            };
+            set(!configured);
+            let refusal = world.refused("bridge", "CHECK", &checked, &[]);
+            let text = refusal["msg"].as_str().unwrap();
+            assert!(text.contains(key) && text.contains(port), "{refusal}");
+            set(configured);
+            world.ok("bridge", "CHECK", &checked);
+        }
+    }
+}
+
+#[test]
+fn destinations_can_be_excluded_from_masquerading() {
+    let world = World::new();
+    let except = json!(["10.244.0.0/16", "fd00::/56", "10.96.0.0/12"]);
+    let config = world.config("1.0.0", json!({"ipMasq": true, "ipMasqExcept": except}));
+    world.ok("bridge", "ADD", &config);
+    let rules = world.ruleset();
+    let is_complete = |line: &str| {
+        let parts = [
+            "saddr 10.198.1.2 ",
+            "daddr != 10.244.0.0/16 ",
+            "daddr != 10.96.0.0/12 ",
+            "masquerade",
+        ];
+        parts.iter().all(|part| line.contains(part)) && !line.contains("fd00")
+    };
+    assert!(rules.lines().any(is_complete), "{rules}");
+    world.ok("bridge", "DEL", &config);
+    assert!(!world.ruleset().contains("saddr"));
+    let wrong = world.config("1.0.0", json!({"ipMasq": true, "ipMasqExcept": ["10.244"]}));
+    let refusal = world.refused("bridge", "ADD", &wrong, &[]);
+    let text = refusal["msg"].as_str().unwrap();
+    assert!(text.contains("ipMasqExcept \"10.244\""), "{refusal}");
+    assert!(world.taken().is_empty(), "nothing was allocated");
 }
 
 #[test]

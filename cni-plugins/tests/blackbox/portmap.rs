@@ -9,7 +9,7 @@ use super::chained::{CONNECT_TIMEOUT, bridged};
 use super::world::{World, inside, ip, versions};
 
 /// The data that a connection from `namespace` to `to` receives.
-fn fetch(namespace: &str, to: &str) -> Option<String> {
+pub fn fetch(namespace: &str, to: &str) -> Option<String> {
     let to: SocketAddr = to.parse().unwrap();
     inside(namespace, || {
         let mut stream = TcpStream::connect_timeout(&to, CONNECT_TIMEOUT).ok()?;
@@ -20,13 +20,248 @@ fn fetch(namespace: &str, to: &str) -> Option<String> {
 }
 
 /// Runs a server that sends `word` on each connection, until the test ends.
-fn serve_word(namespace: &str, at: &str, word: &'static str) {
+pub fn serve_word(namespace: &str, at: &str, word: &'static str) {
     let listener = inside(namespace, || TcpListener::bind(at).unwrap());
     std::thread::spawn(move || {
         for stream in listener.incoming() {
             let _ = stream.unwrap().write_all(word.as_bytes());
         }
     });
+}
+
+/// Runs a server that sends the source address of each connection, until the test ends.
+fn serve_source(namespace: &str, at: &str) {
+    let listener = inside(namespace, || TcpListener::bind(at).unwrap());
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let source = stream.peer_addr().unwrap().ip().to_string();
+            let _ = stream.write_all(source.as_bytes());
+        }
+    });
+}
+
+/// Two containers on the bridge of one host, and a machine outside. The second container has the address 10.198.1.3, the
+/// machine 10.198.77.2, and the host is 10.198.77.1 for the machine.
+struct Neighbours {
+    world: World,
+    result: Value,
+    other: World,
+    outside: World,
+}
+
+impl Neighbours {
+    fn new() -> Neighbours {
+        // Without the hairpin mode, br_netfilter keeps a container from its own host port.
+        let (world, config, result) = bridged("1.0.0", json!({"hairpinMode": true}));
+        let (other, outside) = (World::new(), World::new());
+        let env = [("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())];
+        world.ok_with("bridge", "ADD", &config, &env);
+        let wire = "link add out0 type veth peer name wire netns";
+        let words: Vec<&str> = ["-n", &world.host]
+            .into_iter()
+            .chain(wire.split(' '))
+            .chain([&*outside.host])
+            .collect();
+        ip(&words);
+        for (namespace, link, address) in [
+            (&world.host, "out0", "10.198.77.1/24"),
+            (&outside.host, "wire", "10.198.77.2/24"),
+        ] {
+            ip(&["-n", namespace, "addr", "add", address, "dev", link]);
+            ip(&["-n", namespace, "link", "set", link, "up"]);
+        }
+        let via = ["route", "add", "10.198.1.0/24", "via", "10.198.77.1"];
+        ip(&[&["-n", &outside.host][..], &via].concat());
+        let neighbours = Neighbours {
+            world,
+            result,
+            other,
+            outside,
+        };
+        neighbours.filter_bridged_packets(false);
+        neighbours
+    }
+
+    /// Whether packets between ports of a bridge pass the rules, if the kernel has br_netfilter.
+    fn filter_bridged_packets(&self, on: bool) {
+        let set = format!(
+            "f=/proc/sys/net/bridge/bridge-nf-call-iptables; test ! -e $f || echo {} > $f",
+            u8::from(on)
+        );
+        self.world.on_host(&["sh", "-c", &set]);
+    }
+}
+
+#[test]
+fn neighbours_reach_host_ports_and_others_are_known_by_their_addresses() {
+    test_sources("nftables");
+}
+
+#[test]
+fn sources_are_the_same_with_rules_in_the_tables_of_iptables() {
+    test_sources("iptables");
+}
+
+fn test_sources(backend: &str) {
+    let all = Neighbours::new();
+    let (world, inner, outer) = (&all.world, &all.other.container, &all.outside.host);
+    serve_source(&world.container, "0.0.0.0:80");
+    let mappings = json!([
+        mapping(8080, 80, "tcp"),
+        mapping(80, 80, "tcp"),
+        mapping(8053, 53, "udp")
+    ]);
+    let of = |mappings: Value, extra: Value| {
+        let mut config = ports("1.0.0", &all.result, mappings, extra);
+        config["backend"] = backend.into();
+        config
+    };
+    let own = of(mappings, json!({}));
+    world.ok("portmap", "ADD", &own);
+    world.ok("portmap", "CHECK", &own);
+    // Destination NAT of another program, such as a service proxy.
+    world.on_host(&[
+        "nft",
+        "add table ip proxy; add chain ip proxy prerouting { type nat hook prerouting priority dstnat; }
+        add rule ip proxy prerouting tcp dport 9090 dnat to 10.198.1.2:80",
+    ]);
+    for filtered in [false, true] {
+        all.filter_bridged_packets(filtered);
+        for (from, to, source) in [
+            // The answer must pass the host, or else the neighbour gets it from an unknown address.
+            (inner, "10.198.1.1:8080", "10.198.1.1"),
+            (inner, "10.198.77.1:80", "10.198.1.1"),
+            (&world.container, "10.198.1.1:8080", "10.198.1.1"),
+            (inner, "10.198.1.2:80", "10.198.1.3"),
+            (outer, "10.198.77.1:8080", "10.198.77.2"),
+            (outer, "10.198.1.2:80", "10.198.77.2"),
+            (outer, "10.198.77.1:9090", "10.198.77.2"),
+        ] {
+            assert_eq!(
+                fetch(from, to).as_deref(),
+                Some(source),
+                "{to} with packets within the bridge filtered: {filtered}\n{}",
+                world.ruleset()
+            );
+        }
+    }
+    world.ok("portmap", "DEL", &own);
+    // masqAll is about forwarded connections, too.
+    let mappings = json!([mapping(8080, 80, "tcp")]);
+    let masked = of(mappings.clone(), json!({"masqAll": true}));
+    world.ok("portmap", "ADD", &masked);
+    world.ok("portmap", "CHECK", &masked);
+    for (to, source) in [
+        ("10.198.77.1:8080", "10.198.1.1"),
+        ("10.198.1.2:80", "10.198.77.2"),
+        ("10.198.77.1:9090", "10.198.77.2"),
+    ] {
+        assert_eq!(fetch(outer, to).as_deref(), Some(source), "masqAll: {to}");
+    }
+    world.ok("portmap", "DEL", &masked);
+    // Without source NAT, the source stays, even with masqAll.
+    let extra = json!({"snat": false, "masqAll": true});
+    let plain = of(mappings, extra);
+    world.ok("portmap", "ADD", &plain);
+    world.ok("portmap", "CHECK", &plain);
+    let source = fetch(outer, "10.198.77.1:8080");
+    assert_eq!(source.as_deref(), Some("10.198.77.2"));
+    let rules = world.ruleset();
+    assert!(!rules.contains("masquerade\n") && !rules.contains("masquerade comment"));
+    world.ok("portmap", "DEL", &plain);
+    let rules = world.ruleset();
+    for text in ["10.198.1.2 ", "CNI-DN-", "CNI-SN-"] {
+        let own = rules
+            .lines()
+            .find(|l| l.contains(text) && !l.contains("9090"));
+        assert_eq!(own, None, "{text}");
+    }
+}
+
+#[test]
+fn destination_nat_of_other_programs_comes_first() {
+    let all = Neighbours::new();
+    let (world, outer) = (&all.world, &all.outside.host);
+    serve_word(&world.container, "0.0.0.0:80", "ours");
+    serve_word(&all.other.container, "0.0.0.0:80", "foreign");
+    let mappings = json!([mapping(8080, 80, "tcp")]);
+    let own = ports("1.0.0", &all.result, mappings, json!({}));
+    let foreign = "add table ip foreign; add chain ip foreign prerouting { type nat hook prerouting priority dstnat; }
+        add chain ip foreign output { type nat hook output priority -100; }
+        add rule ip foreign prerouting tcp dport 8080 dnat to 10.198.1.3:80
+        add rule ip foreign output tcp dport 8080 dnat to 10.198.1.3:80";
+    let iptables =
+        "iptables -t nat -A PREROUTING -p tcp --dport 8080 -j DNAT --to-destination 10.198.1.3:80
+        iptables -t nat -A OUTPUT -p tcp --dport 8080 -j DNAT --to-destination 10.198.1.3:80";
+    let reached = || {
+        let of = |namespace: &str| fetch(namespace, "10.198.77.1:8080").unwrap_or_default();
+        [of(outer), of(&world.host)]
+    };
+    for (add, delete) in [
+        (
+            ["nft", foreign].to_vec(),
+            ["nft", "delete table ip foreign"].to_vec(),
+        ),
+        (
+            ["sh", "-c", iptables].to_vec(),
+            ["iptables", "-t", "nat", "-F"].to_vec(),
+        ),
+    ] {
+        // Whichever was there first.
+        world.on_host(&add);
+        world.ok("portmap", "ADD", &own);
+        assert_eq!(reached(), ["foreign"; 2], "{}", world.ruleset());
+        world.on_host(&delete);
+        assert_eq!(reached(), ["ours"; 2], "{}", world.ruleset());
+        world.on_host(&add);
+        assert_eq!(reached(), ["foreign"; 2], "{}", world.ruleset());
+        world.on_host(&delete);
+        world.ok("portmap", "DEL", &own);
+    }
+}
+
+#[test]
+fn options_of_the_other_backend_are_refused() {
+    let (world, _, result) = bridged("1.1.0", json!({}));
+    let before = world.ruleset();
+    let of = |extra: Value| ports("1.1.0", &result, json!([mapping(8080, 80, "tcp")]), extra);
+    for (extra, named) in [
+        (
+            json!({"backend": "nftables", "conditionsV4": ["-s", "192.0.2.0/24"]}),
+            "conditionsV4",
+        ),
+        (
+            json!({"backend": "iptables", "conditionsV4": ["ip saddr 192.0.2.0/24"]}),
+            "conditionsV4",
+        ),
+        (
+            json!({"backend": "nftables", "externalSetMarkChain": "X"}),
+            "externalSetMarkChain",
+        ),
+        (
+            json!({"conditionsV4": ["-i", "eth0"], "conditionsV6": ["iifname", "eth0"]}),
+            "conditionsV6",
+        ),
+    ] {
+        for verb in ["ADD", "CHECK", "STATUS"] {
+            let refusal = world.refused("portmap", verb, &of(extra.clone()), &[]);
+            assert_eq!(refusal["code"], 7, "{verb}: {refusal}");
+            assert!(
+                refusal["msg"].as_str().unwrap().contains(named),
+                "{refusal}"
+            );
+        }
+        world.ok("portmap", "DEL", &of(extra));
+    }
+    assert_eq!(world.ruleset(), before);
+    for extra in [
+        json!({"backend": "nftables", "conditionsV4": ["iifname", "!=", "eth9"]}),
+        json!({"backend": "iptables", "conditionsV4": ["!", "-i", "eth9"]}),
+    ] {
+        world.ok("portmap", "ADD", &of(extra.clone()));
+        world.ok("portmap", "DEL", &of(extra));
+    }
 }
 
 fn mapping(host: u16, container: u16, protocol: &str) -> Value {
@@ -41,14 +276,15 @@ fn ports(version: &str, previous: &Value, mappings: Value, extra: Value) -> Valu
 
 #[test]
 fn host_ports_reach_the_container_in_every_version() {
-    for version in versions("bridge").into_iter().filter(|v| *v >= "0.3.0") {
+    let all = versions("bridge").into_iter().filter(|v| *v >= "0.3.0");
+    for (version, backend) in all.zip(["nftables", "iptables"].into_iter().cycle()) {
         let (world, config, result) = bridged(version, json!({"hairpinMode": true}));
         serve_word(&world.container, "0.0.0.0:80", "container");
         let chained = ports(
             version,
             &result,
             json!([mapping(8080, 80, "tcp")]),
-            json!({"backend": "iptables"}),
+            json!({"backend": backend}),
         );
         let passed = world.ok("portmap", "ADD", &chained);
         assert_eq!(
@@ -75,7 +311,11 @@ fn host_ports_reach_the_container_in_every_version() {
         );
         if version >= "0.4.0" {
             world.ok("portmap", "CHECK", &chained);
-            world.on_host(&["nft", "flush", "chain", "ip", "cni_hostport", "hostports"]);
+            let flush = match backend {
+                "nftables" => ["nft", "flush chain ip cni_hostport hostports"].to_vec(),
+                _ => ["iptables", "-t", "nat", "-F", "CNI-HOSTPORT-DNAT"].to_vec(),
+            };
+            world.on_host(&flush);
             let refusal = world.refused("portmap", "CHECK", &chained, &[]);
             assert!(
                 refusal["msg"].as_str().unwrap().contains("10.198.1.2"),
@@ -152,10 +392,10 @@ fn ports_have_their_own_conditions_addresses_and_sources() {
         json!({"masqAll": true}),
     );
     world.ok("portmap", "ADD", &all);
+    let rules = world.ruleset();
     assert!(
-        world.ruleset().contains("ip daddr 10.198.1.2 masquerade"),
-        "{}",
-        world.ruleset()
+        rules.contains("ip daddr 10.198.1.2 ct status dnat"),
+        "{rules}"
     );
     // GC removes attachments that are not listed.
     let mut gc = World::chained("1.1.0", "portmap", &result, json!({}));

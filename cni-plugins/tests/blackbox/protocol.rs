@@ -1,10 +1,14 @@
 //! Environment, configuration, versions, errors.
 
+use std::io::{Read as _, Write as _};
+use std::net::TcpListener;
 use std::path::Path;
+use std::sync::mpsc::Receiver;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::world::{World, ip};
+use super::world::{World, inside, ip};
 
 #[test]
 fn the_protocol_follows_the_specification() {
@@ -103,6 +107,154 @@ fn the_protocol_follows_the_specification() {
     let version = world.call("bridge", "VERSION", &json!(null), &[]);
     let version: Value = serde_json::from_slice(&version.stdout).unwrap();
     assert_eq!(version["supportedVersions"].as_array().unwrap().len(), 7);
+}
+
+#[test]
+fn large_configurations_and_repeated_keys_are_accepted() {
+    let world = World::new();
+    let config = world.config("1.0.0", json!({"mtu": 1400}));
+    // Large in a part that no plugin reads, and in a part that every plugin reads.
+    for key in ["args", "dns"] {
+        let mut large = config.clone();
+        large[key] = json!({"search": ["x".repeat(5 << 20)]});
+        let result = world.ok("bridge", "ADD", &large);
+        world.ok("bridge", "CHECK", &World::with_previous(&large, &result));
+        world.ok("bridge", "DEL", &large);
+    }
+    let mtu = || {
+        let shown = ip(&["-n", &world.container, "-j", "link", "show", "eth0"]);
+        serde_json::from_str::<Value>(&shown).unwrap()[0]["mtu"].clone()
+    };
+    // The last value counts, whatever its case and its place in the alphabet.
+    for (more, expected) in [
+        (r#""mtu": 1300"#, 1300),
+        (r#""MTU": 1310"#, 1310),
+        (r#""MTU": 1310, "mtu": 1320"#, 1320),
+        (r#""mTu": "x", "Mtu": 1330"#, 1330),
+    ] {
+        let text = config.to_string();
+        let input = format!("{}, {more}}}", text.strip_suffix('}').unwrap());
+        let output = world.call_with("bridge", "ADD", &input, &[]);
+        assert!(output.status.success(), "{more}: {output:?}");
+        assert_eq!(mtu(), expected, "{more}");
+        world.ok("bridge", "DEL", &config);
+    }
+}
+
+/// A collector that sends each request to `seen`, and answers unless it is `stuck`.
+fn collect(namespace: &str, at: &str, stuck: bool) -> Receiver<String> {
+    let listener = inside(namespace, || TcpListener::bind(at).unwrap());
+    let (seen, requests) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let mut open = vec![];
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let (mut text, mut buffer) = (String::new(), [0; 4096]);
+            while !text.ends_with("]}]}") {
+                let read = stream.read(&mut buffer).unwrap();
+                assert!(read > 0, "{text}");
+                text += std::str::from_utf8(&buffer[..read]).unwrap();
+            }
+            if !stuck {
+                let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}");
+            }
+            open.push(stream);
+            let _ = seen.send(text);
+        }
+    });
+    requests
+}
+
+#[test]
+fn calls_within_a_sampled_trace_are_exported() {
+    let world = World::new();
+    let config = world.config("1.0.0", json!({}));
+    let requests = collect(&world.host, "127.0.0.1:4318", false);
+    let (trace, parent) = ("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7");
+    let [sampled, unsampled] = ["01", "00"].map(|flags| format!("00-{trace}-{parent}-{flags}"));
+    let endpoint = ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318");
+    let env = [("TRACEPARENT", &*sampled), endpoint];
+    let mut failing = config.clone();
+    failing["mtu"] = "x".into();
+    for (verb, config, code) in [
+        ("ADD", &config, 1),
+        ("DEL", &config, 1),
+        ("ADD", &failing, 2),
+    ] {
+        let output = world.call("bridge", verb, config, &env);
+        assert_eq!(output.status.success(), code == 1, "{output:?}");
+        assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+        let request = requests.recv_timeout(Duration::from_secs(30)).unwrap();
+        let (head, body) = request.split_once("\r\n\r\n").unwrap();
+        assert!(head.starts_with("POST /v1/traces HTTP/1.1\r\n"), "{head}");
+        assert!(head.contains(&format!("Content-Length: {}", body.len())));
+        let body: Value = serde_json::from_str(body).unwrap();
+        let span = &body["resourceSpans"][0]["scopeSpans"][0]["spans"][0];
+        assert_eq!(span["name"], format!("CNI {verb} bridge"), "{span}");
+        assert_eq!(
+            (&span["traceId"], &span["parentSpanId"]),
+            (&json!(trace), &json!(parent))
+        );
+        assert_eq!(span["spanId"].as_str().unwrap().len(), 16);
+        assert_eq!(span["status"]["code"], code, "{span}");
+        let time = |key: &str| span[key].as_str().unwrap().parse::<u64>().unwrap();
+        let took = time("endTimeUnixNano") - time("startTimeUnixNano");
+        assert!(took > 10_000 && took < 60_000_000_000, "{took} ns");
+    }
+    // Neither a trace that is not sampled nor a missing or unknown collector costs a connection.
+    for env in [
+        vec![("TRACEPARENT", &*unsampled), endpoint],
+        vec![endpoint],
+        vec![("TRACEPARENT", &*sampled)],
+        vec![
+            ("TRACEPARENT", &*sampled),
+            endpoint,
+            ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc"),
+        ],
+    ] {
+        world.ok_with("bridge", "DEL", &config, &env);
+    }
+    assert!(requests.try_recv().is_err());
+    // A collector that does not answer, or does not listen, delays a call but does not make it fail.
+    let stuck = collect(&world.host, "127.0.0.1:4319", true);
+    for port in ["4319", "4320"] {
+        let endpoint = format!("http://127.0.0.1:{port}");
+        let env = [
+            ("TRACEPARENT", &*sampled),
+            ("OTEL_EXPORTER_OTLP_ENDPOINT", &endpoint),
+        ];
+        let output = world.call("bridge", "DEL", &config, &env);
+        assert!(output.status.success(), "{output:?}");
+        let log = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(
+            log.contains("exporting the span") && log.contains(port),
+            "{log}"
+        );
+    }
+    assert_eq!(stuck.iter().take(1).count(), 1);
+}
+
+#[test]
+fn status_returns_50_if_the_ipam_plugin_is_missing() {
+    let world = World::new();
+    let of = |plugin: &str, ipam: &str| {
+        json!({"cniVersion": "1.1.0", "name": "net", "type": plugin, "master": "lo", "vlanId": 5, "device": "lo",
+            "ipam": {"type": ipam, "subnet": "10.198.1.0/24", "dataDir": world.data.path()}})
+    };
+    for plugin in ["bridge", "ptp", "macvlan", "tap", "host-device"] {
+        world.ok(plugin, "STATUS", &of(plugin, "host-local"));
+        let refusal = world.refused(plugin, "STATUS", &of(plugin, "nosuch"), &[]);
+        assert_eq!(refusal["code"], 50, "{plugin}: {refusal}");
+        assert!(refusal["msg"].as_str().unwrap().contains("nosuch"));
+        // A directory without plugins, and a file that is no program.
+        let path = world.data.path().to_str().unwrap();
+        let elsewhere = [("CNI_PATH", path)];
+        let refusal = world.refused(plugin, "STATUS", &of(plugin, "host-local"), &elsewhere);
+        assert_eq!(refusal["code"], 50, "{plugin}: {refusal}");
+        std::fs::write(world.data.path().join("text"), "no program").unwrap();
+        let refusal = world.refused(plugin, "STATUS", &of(plugin, "text"), &elsewhere);
+        assert_eq!(refusal["code"], 50, "{plugin}: {refusal}");
+    }
 }
 
 #[test]
