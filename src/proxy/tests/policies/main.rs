@@ -1,4 +1,5 @@
 //! Network policies with real traffic: a node that forwards between pods in network namespaces.
+#![allow(clippy::unwrap_used)]
 
 #[path = "../../../net/tests/kernel/namespace.rs"]
 mod namespace;
@@ -16,8 +17,8 @@ use serde_json::{Value, json};
 use holdfast_proxy::policies::PolicyPlane;
 use namespace::Namespace;
 
-/// How long a connection attempt waits. A dropped packet is sent again after a second only.
-const PATIENCE: Duration = Duration::from_millis(400);
+/// How long a connection attempt waits. The kernel sends a lost packet again after a second.
+const PATIENCE: Duration = Duration::from_millis(2500);
 const PORTS: [u16; 2] = [8080, 8081];
 
 /// A node and three pods, each with an address of both versions. Everything listens on two ports.
@@ -68,6 +69,51 @@ fn policy(spec: &Value) -> NetworkPolicy {
     serde_json::from_value(json!({"spec": spec})).unwrap()
 }
 
+/// A pod with a link to the node and servers.
+fn attach(node: &Namespace, number: usize) -> Option<Namespace> {
+    let pod = Namespace::new()?;
+    let link = format!("pod{number}");
+    node.connect(
+        (&link, &format!("10.233.{number}.1/24")),
+        &pod,
+        ("eth0", &format!("10.233.{number}.2/24")),
+    );
+    node.ip(&[
+        "address",
+        "add",
+        &format!("fd33:{number}::1/64"),
+        "dev",
+        &link,
+        "nodad",
+    ]);
+    pod.ip(&[
+        "address",
+        "add",
+        &format!("fd33:{number}::2/64"),
+        "dev",
+        "eth0",
+        "nodad",
+    ]);
+    pod.ip(&[
+        "-4",
+        "route",
+        "add",
+        "default",
+        "via",
+        &format!("10.233.{number}.1"),
+    ]);
+    pod.ip(&[
+        "-6",
+        "route",
+        "add",
+        "default",
+        "via",
+        &format!("fd33:{number}::1"),
+    ]);
+    serve(&pod);
+    Some(pod)
+}
+
 impl World {
     fn new() -> Option<World> {
         let node = Namespace::new()?;
@@ -75,50 +121,9 @@ impl World {
             holdfast_net::sysctl::write("ipv4/ip_forward", "1").unwrap();
             holdfast_net::sysctl::write("ipv6/conf/all/forwarding", "1").unwrap();
         });
-        let mut pods = vec![];
-        for number in 0..3 {
-            let pod = Namespace::new()?;
-            let link = format!("pod{number}");
-            node.connect(
-                (&link, &format!("10.233.{number}.1/24")),
-                &pod,
-                ("eth0", &format!("10.233.{number}.2/24")),
-            );
-            node.ip(&[
-                "address",
-                "add",
-                &format!("fd33:{number}::1/64"),
-                "dev",
-                &link,
-                "nodad",
-            ]);
-            pod.ip(&[
-                "address",
-                "add",
-                &format!("fd33:{number}::2/64"),
-                "dev",
-                "eth0",
-                "nodad",
-            ]);
-            pod.ip(&[
-                "-4",
-                "route",
-                "add",
-                "default",
-                "via",
-                &format!("10.233.{number}.1"),
-            ]);
-            pod.ip(&[
-                "-6",
-                "route",
-                "add",
-                "default",
-                "via",
-                &format!("fd33:{number}::1"),
-            ]);
-            serve(&pod);
-            pods.push(pod);
-        }
+        let pods = (0..3)
+            .map(|number| attach(&node, number))
+            .collect::<Option<Vec<Namespace>>>()?;
         serve(&node);
         let plane = node.inside(|| PolicyPlane::open("hf-test", "n").unwrap());
         let mut world = World { node, pods, plane };
@@ -162,25 +167,36 @@ impl World {
             .ok()
     }
 
-    /// The connections that are established, as "01:8080", for both versions of IP, which must agree.
+    /// The connections that are established, as "01:8080", for both versions of IP, which must agree. All are tried at once,
+    /// because each refused one takes the whole patience.
     fn reached(&self) -> Vec<String> {
+        let pairs = (0..3).flat_map(|from| (0..3).map(move |to| (from, to)));
+        let all: Vec<_> = pairs
+            .flat_map(|(from, to)| PORTS.map(|port| (from, to, port)))
+            .collect();
+        let tried: Vec<[bool; 2]> = std::thread::scope(|scope| {
+            let attempts: Vec<_> = all
+                .iter()
+                .map(|(from, to, port)| {
+                    [false, true].map(|v6| {
+                        let (pod, to) = (&self.pods[*from], address(*to, v6));
+                        scope.spawn(move || self.connect(pod, to, *port).is_some())
+                    })
+                })
+                .collect();
+            let results = attempts
+                .into_iter()
+                .map(|both| both.map(|a| a.join().unwrap()));
+            results.collect()
+        });
         let mut reached = vec![];
-        for from in 0..3 {
-            for to in 0..3 {
-                for port in PORTS {
-                    let by = |v6| {
-                        self.connect(&self.pods[from], address(to, v6), port)
-                            .is_some()
-                    };
-                    let (v4, v6) = (by(false), by(true));
-                    assert_eq!(
-                        v4, v6,
-                        "{from} to {to}:{port} differs between IPv4 and IPv6"
-                    );
-                    if v4 && from != to {
-                        reached.push(format!("{from}{to}:{port}"));
-                    }
-                }
+        for ((from, to, port), [v4, v6]) in all.into_iter().zip(tried) {
+            assert_eq!(
+                v4, v6,
+                "{from} to {to}:{port} differs between IPv4 and IPv6"
+            );
+            if v4 && from != to {
+                reached.push(format!("{from}{to}:{port}"));
             }
         }
         reached
@@ -297,7 +313,7 @@ fn the_table_is_repaired_replaced_after_a_restart_and_removed() {
     }
     let deny = json!({"podSelector": {"matchLabels": {"pod": "0"}}});
     world.node.nft(&["add", "table", "inet", "foreign"]);
-    world.set(&[deny.clone()]);
+    world.set(std::slice::from_ref(&deny));
     assert!(
         !world.plane.audit().unwrap(),
         "an unchanged table is as desired"

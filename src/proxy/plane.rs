@@ -1,0 +1,365 @@
+//! The thread that changes the kernel. It takes changed services from the inbox, hands them to the data plane and to the DNS
+//! zone, commits all of them as one transaction, and audits the rules in between.
+//!
+//! A change waits until the pause after the previous transaction is over. The pause is proportional to the transaction's
+//! duration, so that a flood of changes takes a tenth of a processor at most, and a single change is committed at once.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Service;
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+
+use holdfast_core::backoff::Doubling;
+use holdfast_core::lock::lock;
+use holdfast_core::services::{HealthCheck, NodeFacts};
+use holdfast_kubeapi::cache::Key;
+
+/// The minimum pause after a transaction.
+const MIN_PAUSE: Duration = Duration::from_millis(10);
+/// The maximum pause after a transaction, however long it took.
+const MAX_PAUSE: Duration = Duration::from_secs(1);
+/// A transaction's duration is multiplied by this for the pause after it.
+const PAUSE_FACTOR: u32 = 9;
+/// Delays before a failed transaction is repeated.
+const RETRIES: Doubling = Doubling::new(Duration::from_millis(100), Duration::from_secs(5));
+/// Maximum number of remembered trigger times between two transactions; more are not measured.
+const MAX_TRIGGERS: usize = 10_000;
+/// Maximum number of services whose problems are logged.
+const MAX_PROBLEMS: usize = 1000;
+
+/// The rules in the kernel.
+pub(crate) trait Plane {
+    /// Sets the facts of this node.
+    fn set_node(&mut self, node: NodeFacts);
+
+    /// Sets a service with all its slices; `None` if it was deleted.
+    fn set_service(&mut self, key: &Key, service: Option<&Service>, slices: &[Arc<EndpointSlice>]);
+
+    /// Commits all changes since the last commit as one transaction.
+    fn commit(&mut self) -> Result<(), String>;
+
+    /// Compares the rules in the kernel with the desired ones and repairs them. Returns what was repaired.
+    fn audit(&mut self) -> Result<Option<String>, String>;
+
+    /// The health check ports.
+    fn health_checks(&self) -> Vec<HealthCheck>;
+
+    /// Which values of a service are invalid and were skipped; `None` if all are valid.
+    fn problems(&self, key: &Key) -> Option<String>;
+}
+
+/// The records of the DNS server.
+pub(crate) trait Records {
+    /// Sets a service with all its slices; `None` if it was deleted.
+    fn set_service(&self, key: &Key, service: Option<&Service>, slices: &[Arc<EndpointSlice>]);
+
+    /// Sets whether a namespace exists.
+    fn set_namespace(&self, name: &str, exists: bool);
+
+    /// All services and namespaces are known.
+    fn set_synced(&self);
+}
+
+/// Reads the current objects.
+pub(crate) trait Objects {
+    /// The node's facts.
+    fn node(&self) -> NodeFacts;
+
+    /// A service with its slices.
+    fn service(&self, key: &Key) -> (Option<Service>, Vec<Arc<EndpointSlice>>);
+
+    /// Whether a namespace exists.
+    fn has_namespace(&self, name: &str) -> bool;
+}
+
+/// What the thread has done.
+#[derive(Debug)]
+pub(crate) enum Report {
+    /// All changes were committed.
+    Committed {
+        /// How long the transaction took, with its preparation.
+        took: Duration,
+        /// When the causes of the changes happened.
+        triggers: Vec<Timestamp>,
+        /// The health check ports.
+        health_checks: Vec<HealthCheck>,
+    },
+    /// A transaction or an audit failed and is repeated.
+    Failed(String),
+    /// An audit has repaired the rules.
+    Repaired(String),
+}
+
+/// Changes that the thread has not taken yet.
+#[derive(Debug, Default)]
+struct Pending {
+    services: BTreeSet<Key>,
+    namespaces: BTreeSet<String>,
+    node: bool,
+    triggers: Vec<Timestamp>,
+    /// When the oldest of these changes arrived.
+    since: Option<Instant>,
+    /// When the oldest change arrived that the thread is working on.
+    working_since: Option<Instant>,
+    /// Whether the first complete lists have arrived. Before, nothing is taken: rules of half a list would break
+    /// connections to the other half.
+    synced: bool,
+    stopped: bool,
+}
+
+/// The way from the caches to the thread.
+#[derive(Default)]
+pub(crate) struct Inbox {
+    pending: Mutex<Pending>,
+    wake: Condvar,
+}
+
+/// What the thread does next.
+#[derive(Debug)]
+enum Next {
+    Changes(Taken),
+    Audit,
+    Stop,
+}
+
+#[derive(Debug, Default)]
+struct Taken {
+    services: BTreeSet<Key>,
+    namespaces: BTreeSet<String>,
+    node: bool,
+    triggers: Vec<Timestamp>,
+}
+
+impl Inbox {
+    fn change(&self, change: impl FnOnce(&mut Pending)) {
+        let mut pending = lock(&self.pending);
+        change(&mut pending);
+        pending.since.get_or_insert_with(Instant::now);
+        drop(pending);
+        self.wake.notify_one();
+    }
+
+    /// A service or one of its slices has changed. `trigger` is when the cause happened.
+    pub(crate) fn service_changed(&self, key: Key, trigger: Option<Timestamp>) {
+        self.change(|pending| {
+            pending.services.insert(key);
+            if pending.synced && pending.triggers.len() < MAX_TRIGGERS {
+                pending.triggers.extend(trigger);
+            }
+        });
+    }
+
+    /// A namespace was created or deleted.
+    pub(crate) fn namespace_changed(&self, name: String) {
+        self.change(|pending| {
+            pending.namespaces.insert(name);
+        });
+    }
+
+    /// The facts of the node have changed.
+    pub(crate) fn node_changed(&self) {
+        self.change(|pending| pending.node = true);
+    }
+
+    /// The first complete lists have arrived.
+    pub(crate) fn set_synced(&self) {
+        self.change(|pending| pending.synced = true);
+    }
+
+    /// Ends the thread after its current work.
+    pub(crate) fn stop(&self) {
+        self.change(|pending| pending.stopped = true);
+    }
+
+    /// When the oldest change arrived that is not committed yet.
+    pub(crate) fn oldest(&self) -> Option<Instant> {
+        let pending = lock(&self.pending);
+        pending.working_since.or(pending.since)
+    }
+
+    /// The number of services with changes that are not taken yet.
+    pub(crate) fn len(&self) -> usize {
+        lock(&self.pending).services.len()
+    }
+
+    /// All taken changes are committed.
+    fn done(&self) {
+        lock(&self.pending).working_since = None;
+    }
+
+    /// Waits for changes, but not until `audit_at`; takes no changes before `not_before`. With `retry`, there is work at
+    /// `not_before` without changes, too.
+    fn next(&self, not_before: Instant, audit_at: Instant, retry: bool) -> Next {
+        let mut pending = lock(&self.pending);
+        loop {
+            let now = Instant::now();
+            if pending.stopped {
+                return Next::Stop;
+            }
+            let is_due = pending.synced && (pending.since.is_some() || retry);
+            if is_due && now >= not_before {
+                let since = pending.since.take();
+                pending.working_since = pending.working_since.or(since);
+                return Next::Changes(Taken {
+                    services: std::mem::take(&mut pending.services),
+                    namespaces: std::mem::take(&mut pending.namespaces),
+                    node: std::mem::take(&mut pending.node),
+                    triggers: std::mem::take(&mut pending.triggers),
+                });
+            }
+            // Before the lists have arrived, there is nothing to compare the rules with.
+            if pending.synced && now >= audit_at && !retry {
+                return Next::Audit;
+            }
+            let until = match (pending.synced, is_due) {
+                (false, _) => now + MAX_PAUSE,
+                (true, true) => not_before,
+                (true, false) => audit_at,
+            };
+            pending = self.wait(pending, until.saturating_duration_since(now));
+        }
+    }
+
+    fn wait<'a>(
+        &self,
+        pending: MutexGuard<'a, Pending>,
+        timeout: Duration,
+    ) -> MutexGuard<'a, Pending> {
+        let waited = self.wake.wait_timeout(pending, timeout);
+        waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+/// How fast the thread works.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Pace {
+    /// The minimum time between two transactions (`minSyncPeriod`).
+    pub(crate) min_sync_period: Duration,
+    /// The time between two audits.
+    pub(crate) audit_interval: Duration,
+}
+
+/// The pause after a transaction that took `took`.
+fn pause_after(took: Duration, min_sync_period: Duration) -> Duration {
+    let share = took.saturating_mul(PAUSE_FACTOR);
+    share.clamp(MIN_PAUSE, MAX_PAUSE).max(min_sync_period)
+}
+
+/// Audits the rules. Returns what there is to report.
+fn audit(plane: &mut dyn Plane) -> Option<Report> {
+    match plane.audit() {
+        Err(why) => Some(Report::Failed(why)),
+        Ok(repaired) => repaired.map(Report::Repaired),
+    }
+}
+
+/// Works until the inbox is stopped. `before_commit` prepares the machine; `report` returns false if no receiver is left.
+pub(crate) fn work(
+    plane: &mut dyn Plane,
+    records: Option<&dyn Records>,
+    objects: &dyn Objects,
+    inbox: &Inbox,
+    pace: Pace,
+    hooks: (&dyn Fn(), &dyn Fn(Report) -> bool),
+) {
+    let (before_commit, report) = hooks;
+    let (mut not_before, mut audit_at) = (Instant::now(), Instant::now() + pace.audit_interval);
+    let (mut retries, mut retry, mut is_first) = (RETRIES, false, true);
+    let mut triggers = vec![];
+    let mut problems = BTreeMap::new();
+    loop {
+        let is_received = match inbox.next(not_before, audit_at, retry) {
+            Next::Stop => return,
+            Next::Changes(mut taken) => {
+                let begun = Instant::now();
+                triggers.append(&mut taken.triggers);
+                apply(plane, records, objects, &taken, is_first);
+                log_problems(plane, &taken.services, &mut problems);
+                if std::mem::take(&mut is_first)
+                    && let Some(records) = records
+                {
+                    records.set_synced();
+                }
+                before_commit();
+                let committed = plane.commit();
+                let took = begun.elapsed();
+                retry = committed.is_err();
+                let pause = match &committed {
+                    Ok(()) => pause_after(took, pace.min_sync_period),
+                    Err(_) => retries.pause(),
+                };
+                not_before = Instant::now() + pause;
+                match committed {
+                    Err(why) => report(Report::Failed(why)),
+                    Ok(()) => {
+                        retries.reset();
+                        inbox.done();
+                        report(Report::Committed {
+                            took,
+                            triggers: std::mem::take(&mut triggers),
+                            health_checks: plane.health_checks(),
+                        })
+                    }
+                }
+            }
+            Next::Audit => {
+                before_commit();
+                let audited = audit(plane);
+                audit_at = Instant::now() + pace.audit_interval;
+                audited.is_none_or(report)
+            }
+        };
+        if !is_received {
+            return;
+        }
+    }
+}
+
+/// Logs the problems of changed services, each once.
+fn log_problems(plane: &dyn Plane, changed: &BTreeSet<Key>, logged: &mut BTreeMap<Key, String>) {
+    for key in changed {
+        match plane.problems(key) {
+            None => {
+                logged.remove(key);
+            }
+            Some(why) if logged.get(key) == Some(&why) || logged.len() >= MAX_PROBLEMS => {}
+            Some(why) => {
+                let (namespace, name) = key;
+                tracing::warn!(namespace, name, why, "parts of a service were skipped");
+                logged.insert(key.clone(), why);
+            }
+        }
+    }
+}
+
+/// Hands changes to the data plane and to the DNS zone.
+fn apply(
+    plane: &mut dyn Plane,
+    records: Option<&dyn Records>,
+    objects: &dyn Objects,
+    taken: &Taken,
+    is_first: bool,
+) {
+    if taken.node || is_first {
+        plane.set_node(objects.node());
+    }
+    if let Some(records) = records {
+        for name in &taken.namespaces {
+            records.set_namespace(name, objects.has_namespace(name));
+        }
+    }
+    for key in &taken.services {
+        let (service, slices) = objects.service(key);
+        if let Some(records) = records {
+            records.set_service(key, service.as_ref(), &slices);
+        }
+        plane.set_service(key, service.as_ref(), &slices);
+    }
+}
+
+#[cfg(test)]
+#[path = "plane_tests.rs"]
+mod tests;
