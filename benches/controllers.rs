@@ -306,6 +306,7 @@ async fn serve(dir: &Path) {
         port: 0,
         advertise: [127, 0, 0, 1].into(),
         service_range: "10.96.0.0/16".parse().unwrap(),
+        nodes: holdfast_control::join::NodeSettings::default(),
     };
     holdfast_control::run(settings).await.unwrap();
 }

@@ -4,7 +4,9 @@
 
 pub mod api;
 pub mod controllers;
+pub mod join;
 pub mod pki;
+mod ranges;
 pub mod scheduler;
 pub mod store;
 
@@ -16,6 +18,7 @@ use futures::StreamExt as _;
 use serde_json::{Value, json};
 
 use api::{Api, Request, token::Tokens};
+pub use ranges::{Ranges, RangesError};
 use store::Store;
 
 /// Settings of the control plane.
@@ -29,9 +32,20 @@ pub struct Settings {
     pub port: u16,
     /// The address at which nodes and pods reach the API.
     pub advertise: IpAddr,
-    /// The range of cluster IPs.
-    pub service_range: ipnet::Ipv4Net,
+    /// The ranges of cluster IPs.
+    pub service_range: Ranges,
+    /// Settings for several nodes.
+    pub nodes: join::NodeSettings,
 }
+
+/// The names in the certificate of the API.
+const SERVER_NAMES: [&str; 5] = [
+    "localhost",
+    "kubernetes",
+    "kubernetes.default",
+    "kubernetes.default.svc",
+    "kubernetes.default.svc.cluster.local",
+];
 
 impl Settings {
     /// The addresses to listen on: loopback, the advertised address, and those of `bind`. An unspecified address
@@ -51,50 +65,50 @@ impl Settings {
         all
     }
 
-    /// The addresses in the certificate of the API: loopback, the advertised address, those of `bind`, and the cluster
-    /// IP of the Service `kubernetes`, which is the first of the range.
-    fn certified_addresses(&self) -> Vec<IpAddr> {
+    /// The names and addresses in the certificate of the API: those of the Service `kubernetes`, whose cluster IP is the
+    /// first of the range, loopback, the advertised address, those of `bind`, and the administrator's.
+    fn certified(&self) -> (Vec<&str>, Vec<IpAddr>) {
+        let (own_names, own_addresses) = self.nodes.certified();
         let bound = self.bind.iter().copied().filter(|a| !a.is_unspecified());
-        [IpAddr::from([127, 0, 0, 1]), self.advertise]
+        let addresses = [IpAddr::from([127, 0, 0, 1]), self.advertise]
             .into_iter()
             .chain(bound)
-            .chain(self.service_range.hosts().next().map(IpAddr::V4))
-            .collect()
+            .chain([self.service_range.address(1)])
+            .chain(own_addresses)
+            .collect();
+        let names = SERVER_NAMES.into_iter().chain(own_names).collect();
+        (names, addresses)
     }
 }
 
 /// Runs the control plane until the process exits.
 pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let pki = pki::Pki::open(&settings.dir.join("pki"))?;
-    let names = [
-        "localhost",
-        "kubernetes",
-        "kubernetes.default",
-        "kubernetes.default.svc",
-        "kubernetes.default.svc.cluster.local",
-    ];
-    let serving = pki.serving("kube-apiserver", &names, &settings.certified_addresses())?;
+    let ranges = settings.nodes.pod_ranges()?;
+    let (names, addresses) = settings.certified();
+    let serving = pki.serving("kube-apiserver", &names, &addresses)?;
     let (private, public) = pki.token_keys()?;
     let store = Store::open(&settings.dir.join("store.redb"), api::object::index)?;
     // A client certificate without other permissions than to call agents: it is presented
     // to any address that a node's status names.
     let own = pki.client("node-client", api::rbac::NODE_CLIENT, &[])?;
     let broken = |e: holdfast_https::BoxError| anyhow::anyhow!("setting up TLS failed: {e}");
-    let (service_range, api_port) = (settings.service_range, settings.port);
+    let (service_range, api_port) = (settings.service_range.clone(), settings.port);
     let is_ours = move |address: SocketAddr| {
         // An address belongs to this machine if it can be bound.
         (address.port() == api_port && std::net::UdpSocket::bind((address.ip(), 0)).is_ok())
-            || matches!(address.ip(), IpAddr::V4(ip) if service_range.contains(&ip))
+            || service_range.contains(address.ip())
     };
     let nodes =
         api::nodes::Nodes::new(&own.certificate, &own.key, &pki.ca, is_ours).map_err(broken)?;
     let api = Api::new(
         store,
         Tokens::new(&private, &public)?,
-        settings.service_range,
+        settings.service_range.clone(),
     )
     .with_nodes(nodes);
     bootstrap(&api, &settings).await?;
+    join::bootstrap(&api, &settings, &pki.ca).await?;
 
     let tls =
         holdfast_https::Tls::fixed(&serving.certificate, &serving.key, &pki.ca).map_err(broken)?;
@@ -146,7 +160,8 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     parts.spawn(run_named("the API server", server));
     let scheduler = scheduler::run(client.clone(), caches.clone());
     parts.spawn(run_named("the scheduler", scheduler));
-    let controllers = controllers::run(client, caches, ca, Some(directories), (sign, sign_token));
+    let signers = (sign, sign_token);
+    let controllers = controllers::run(client, caches, ca, Some(directories), signers, ranges);
     parts.spawn(run_named("the controllers", controllers));
     parts.spawn(run_named("the event clean-up", expire_events(api)));
     let release = holdfast_sys::memory::release_free_memory(MAX_FREE_BYTES);
@@ -240,13 +255,34 @@ async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
     let class = json!({"metadata": {"name": "standard", "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}},
         "provisioner": controllers::DIRECTORY, "reclaimPolicy": "Delete", "volumeBindingMode": "WaitForFirstConsumer"});
     post(api, "/apis/storage.k8s.io/v1/storageclasses", &class).await?;
-    let address = settings.service_range.hosts().next().map(|a| a.to_string());
-    let service = json!({"metadata": {"name": "kubernetes", "labels": {"component": "apiserver", "provider": "kubernetes"}},
-        "spec": {"clusterIP": address, "ports": [{"name": "https", "port": 443, "protocol": "TCP", "targetPort": settings.port}]}});
-    if api.store().get("services/default/kubernetes").is_none() {
-        post(api, "/api/v1/namespaces/default/services", &service).await?;
+    for (namespace, service) in services(settings) {
+        let name = api::object::name(&service).to_owned();
+        let key = format!("services/{namespace}/{name}");
+        if api.store().get(&key).is_none() {
+            let path = format!("/api/v1/namespaces/{namespace}/services");
+            match post(api, &path, &service).await {
+                // A cluster that was set up by an earlier version may use the address for another service.
+                Err(error) if name == "kube-dns" => {
+                    let address = settings.service_range.address(10);
+                    tracing::error!(%error, %address, "creating the Service kube-system/kube-dns failed: pods have no cluster DNS until the address is free");
+                }
+                result => result?,
+            }
+        }
     }
     endpoints(api, settings).await
+}
+
+/// The services that every cluster has, with their namespaces: the API, and the DNS. The latter has no selector: the service
+/// proxy of each node answers at its address.
+fn services(settings: &Settings) -> [(&'static str, Value); 2] {
+    let address = |position| settings.service_range.address(position);
+    let api = json!({"metadata": {"name": "kubernetes", "labels": {"component": "apiserver", "provider": "kubernetes"}},
+        "spec": {"clusterIP": address(1), "ports": [{"name": "https", "port": 443, "protocol": "TCP", "targetPort": settings.port}]}});
+    let labels = json!({"k8s-app": "kube-dns", "kubernetes.io/cluster-service": "true", "kubernetes.io/name": "CoreDNS"});
+    let dns = json!({"metadata": {"name": "kube-dns", "labels": labels}, "spec": {"clusterIP": address(10), "ports": [
+        {"name": "dns", "port": 53, "protocol": "UDP", "targetPort": 53}, {"name": "dns-tcp", "port": 53, "protocol": "TCP", "targetPort": 53}]}});
+    [("default", api), ("kube-system", dns)]
 }
 
 /// Writes the endpoints of the `kubernetes` service. The address may have changed since the last start.
@@ -375,6 +411,7 @@ mod tests {
                 port: 0,
                 advertise: advertise.parse().expect("an address"),
                 service_range: "10.96.0.0/16".parse().expect("a range"),
+                nodes: join::NodeSettings::default(),
             };
             let all = settings.addresses();
             all.iter()

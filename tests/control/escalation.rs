@@ -374,10 +374,10 @@ async fn reviews_check_their_group_and_tokens_their_audience() {
     assert_eq!(unauthorized.code, 403);
 }
 
-/// Every verb on every kind, with the credentials of a node and of a bootstrap token: everything that
+/// Every verb on every kind, with the credentials of a node, of a bootstrap token and of a service proxy: everything that
 /// is not listed is forbidden.
 #[tokio::test]
-async fn nodes_and_bootstrap_tokens_have_few_rights() {
+async fn nodes_bootstrap_tokens_and_proxies_have_few_rights() {
     let server = Server::with_roles().await;
     for (name, node) in [("mine", "n1"), ("theirs", "n2")] {
         let mut pod = pod(name);
@@ -388,16 +388,15 @@ async fn nodes_and_bootstrap_tokens_have_few_rights() {
     let mut versions = vec!["/api/v1".to_owned()];
     for group in index["groups"].as_array().unwrap() {
         for version in group["versions"].as_array().unwrap() {
-            versions.push(format!(
-                "/apis/{}",
-                version["groupVersion"].as_str().unwrap()
-            ));
+            let version = version["groupVersion"].as_str().unwrap();
+            versions.push(format!("/apis/{version}"));
         }
     }
-    let mut allowed: [Vec<String>; 2] = [vec![], vec![]];
+    let mut allowed: [Vec<String>; 3] = Default::default();
     let users = [
         ("system:node:n1", "system:nodes"),
         ("system:bootstrap:abcdef", "system:bootstrappers"),
+        ("system:holdfast:proxy:n1", "holdfast:proxies"),
     ];
     for version in &versions {
         let list = server.ok("GET", version, &Value::Null).await;

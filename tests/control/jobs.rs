@@ -338,6 +338,7 @@ impl Plane {
             port: 0,
             advertise: [127, 0, 0, 1].into(),
             service_range: "10.96.0.0/16".parse().unwrap(),
+            nodes: holdfast_control::join::NodeSettings::default(),
         };
         let runs = tokio::spawn(holdfast_control::run(settings));
         let client = client(&dir.path().join("controller-manager.kubeconfig")).await;

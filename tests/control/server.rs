@@ -44,12 +44,17 @@ pub struct Reply {
 impl Server {
     /// The API over a store, without preparation.
     pub fn over(store: Store) -> Server {
+        Self::with_ranges(store, "10.96.0.0/16")
+    }
+
+    /// The same with these ranges of cluster IPs.
+    pub fn with_ranges(store: Store, ranges: &str) -> Server {
         let dir = tempfile::tempdir().unwrap();
         let (private, public) = Pki::open(dir.path()).unwrap().token_keys().unwrap();
         Server(Api::new(
             store,
             Tokens::new(&private, &public).unwrap(),
-            "10.96.0.0/16".parse().unwrap(),
+            ranges.parse().unwrap(),
         ))
     }
 
@@ -60,6 +65,12 @@ impl Server {
     /// Over an empty store, in which it creates two namespaces.
     pub async fn new_over(store: Store) -> Server {
         let server = Self::over(store);
+        server.prepared().await
+    }
+
+    /// Creates two namespaces.
+    pub async fn prepared(self) -> Server {
+        let server = self;
         for namespace in ["default", "other"] {
             server
                 .ok(

@@ -248,6 +248,10 @@ fn objects(kind: &str) -> Vec<Value> {
         "EndpointSlice" => vec![
             json!({"metadata": {"name": "a"}, "addressType": "IPv4", "endpoints": endpoints, "ports": [{"port": 80}, {"port": 443}]}),
         ],
+        "NetworkPolicy" => vec![
+            json!({"metadata": {"name": "all"}, "spec": {"podSelector": {}}}),
+            json!({"metadata": {"name": "web"}, "spec": {"podSelector": {"matchLabels": {"app": "web"}, "matchExpressions": [{"key": "tier", "operator": "In", "values": ["a", "b"]}]}}}),
+        ],
         "RoleBinding" | "ClusterRoleBinding" => vec![binding],
         _ => vec![named],
     }

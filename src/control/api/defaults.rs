@@ -45,7 +45,9 @@ pub fn apply(kind: &str, object: &mut Value) {
             set_default(spec, "replicas", json!(1));
             template(spec);
         }
-        "Service" => service(&mut object["spec"]),
+        "Service" => super::services::defaults(object),
+        "NetworkPolicy" => super::policies::defaults(&mut object["spec"]),
+        "EndpointSlice" | "Endpoints" => protocols(object),
         "Secret" => {
             set_default(object, "type", json!("Opaque"));
             fold_string_data(object);
@@ -157,28 +159,23 @@ fn entry_value<'a>(object: &'a mut Value, key: &str) -> &'a mut Value {
     &mut object[key]
 }
 
-fn service(spec: &mut Value) {
-    set_default(spec, "type", json!("ClusterIP"));
-    set_default(spec, "sessionAffinity", json!("None"));
-    if spec["type"] != "ExternalName" {
-        set_default(spec, "internalTrafficPolicy", json!("Cluster"));
-        set_default(spec, "ipFamilyPolicy", json!("SingleStack"));
-        set_default(spec, "ipFamilies", json!(["IPv4"]));
-    }
-    if spec["type"] == "NodePort" || spec["type"] == "LoadBalancer" {
-        set_default(spec, "externalTrafficPolicy", json!("Cluster"));
-    }
-    for port in spec
-        .get_mut("ports")
-        .and_then(Value::as_array_mut)
-        .into_iter()
-        .flatten()
-    {
+/// The default protocol of the ports of Endpoints, and the default name and protocol of those of a slice
+/// (`pkg/apis/discovery/v1/defaults.go`).
+fn protocols(object: &mut Value) {
+    let is_slice = object["kind"] == "EndpointSlice";
+    let subsets = object.get_mut("subsets").and_then(Value::as_array_mut);
+    let mut holders: Vec<&mut Value> = match subsets {
+        Some(subsets) => subsets.iter_mut().collect(),
+        None => vec![object],
+    };
+    let lists = holders
+        .iter_mut()
+        .filter_map(|holder| holder.get_mut("ports"));
+    let ports = lists.filter_map(Value::as_array_mut).flatten();
+    for port in ports.filter(|port| port.is_object()) {
         set_default(port, "protocol", json!("TCP"));
-        let same = port["port"].clone();
-        let target = &port["targetPort"];
-        if target.is_null() || *target == 0 || *target == "" {
-            port["targetPort"] = same;
+        if is_slice {
+            set_default(port, "name", json!(""));
         }
     }
 }

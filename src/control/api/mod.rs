@@ -26,6 +26,7 @@ pub mod nodes;
 pub mod object;
 mod offload;
 mod patch;
+mod policies;
 pub mod rbac;
 mod read;
 pub mod resources;
@@ -41,6 +42,7 @@ mod sub;
 mod table;
 pub mod token;
 mod token_request;
+mod trail;
 mod unenforced;
 mod validate;
 mod warnings;
@@ -59,6 +61,7 @@ pub use route::Query;
 use route::Target;
 use write::{Options, Written};
 
+use super::ranges::Ranges;
 use super::store::{Bytes, Expect, Store, WriteError};
 use holdfast_core::lock::lock;
 
@@ -67,9 +70,8 @@ use holdfast_core::lock::lock;
 pub struct Api {
     store: Store,
     tokens: Arc<token::Tokens>,
-    service_range: ipnet::Ipv4Net,
-    /// Serialises the choice of a cluster IP and the write of the service.
-    services: Arc<tokio::sync::Mutex<()>>,
+    /// The cluster IPs and node ports of services.
+    services: Arc<services::Allocator>,
     /// Request counts by verb, plural, subresource, and whether the user is a node.
     counts: Arc<std::sync::Mutex<Counts>>,
     /// RBAC rules.
@@ -80,6 +82,8 @@ pub struct Api {
     offload: Arc<offload::Offload>,
     /// Limits of each user's concurrent use.
     shares: Arc<share::Shares>,
+    /// The requests of each object.
+    recorder: trail::Recorder,
     /// Client for the nodes' agents; `None` if this server does not connect to nodes.
     nodes: Option<nodes::Nodes>,
 }
@@ -103,6 +107,8 @@ pub struct Request {
     pub body: Bytes,
     /// The authenticated user.
     pub user: auth::User,
+    /// The `User-Agent` header.
+    pub client: String,
 }
 
 /// A response.
@@ -169,17 +175,17 @@ impl From<ApiError> for Answer {
 impl Api {
     /// Creates an API over `store`; services get cluster IPs from `service_range`.
     #[must_use]
-    pub fn new(store: Store, tokens: token::Tokens, service_range: ipnet::Ipv4Net) -> Api {
+    pub fn new(store: Store, tokens: token::Tokens, service_range: Ranges) -> Api {
         Api {
             store,
             tokens: Arc::new(tokens),
-            service_range,
-            services: Arc::default(),
+            services: Arc::new(services::Allocator::new(service_range)),
             counts: Arc::default(),
             rbac: Arc::default(),
             graph: Arc::default(),
             offload: Arc::default(),
             shares: Arc::default(),
+            recorder: trail::Recorder::default(),
             nodes: None,
         }
     }
@@ -216,10 +222,15 @@ impl Api {
 
     /// Handles a request. Errors are converted to responses.
     pub async fn answer(&self, request: Request) -> Answer {
-        match self.dispatch(request).await {
+        let recorded = self.recorder.begin(&request);
+        let answer = match self.dispatch(request).await {
             Ok(answer) => answer,
             Err(error) => error.into(),
+        };
+        if let Some(recorded) = recorded {
+            self.recorder.finish(recorded, &answer);
         }
+        answer
     }
 
     /// Request counts by verb and kind, in Prometheus text format.
@@ -494,6 +505,10 @@ impl Api {
             ["openapi", "v2"] => Ok(openapi_v2(&request.accept)),
             ["openapi", "v3"] => Ok(Answer::json(render(&discovery::openapi_index()))),
             ["openapi", "v3", rest @ ..] => json(discovery::openapi(&rest.join("/"))),
+            ["debug", "trail", ..] => match self.recorder.at(path) {
+                Some(trail) => Ok(Answer::json(trail)),
+                None => Err(ApiError::no_such_resource()),
+            },
             [endpoint @ ("healthz" | "livez" | "readyz"), rest @ ..] if rest.len() < 2 => {
                 let checks = [("ping", Ok(())), ("store", self.store.check())];
                 let one = rest.first().copied();

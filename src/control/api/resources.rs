@@ -446,6 +446,15 @@ pub static RESOURCES: &[Resource] = &[
         kind: "EndpointSlice",
         ..NONE
     },
+    Resource {
+        group: "networking.k8s.io",
+        plural: "networkpolicies",
+        singular: "networkpolicy",
+        kind: "NetworkPolicy",
+        short: &["netpol"],
+        generation: true,
+        ..NONE
+    },
 ];
 
 /// Kinds that are evaluated and not stored: group, plural, kind.
@@ -511,7 +520,10 @@ impl Resource {
     /// Whether the garbage collector tracks dependents of this kind's objects.
     #[must_use]
     pub(crate) fn has_dependents(&self) -> bool {
-        matches!(self.kind, "Deployment" | "ReplicaSet" | "Job" | "CronJob")
+        matches!(
+            self.kind,
+            "Deployment" | "ReplicaSet" | "Job" | "CronJob" | "Service" | "Endpoints"
+        )
     }
 
     /// Whether the kind has the subresource `sub`.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use futures::StreamExt as _;
 use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::{Frame, Incoming};
-use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE};
+use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, USER_AGENT};
 
 use super::Answer;
 use super::Api;
@@ -219,6 +219,12 @@ async fn decode(
         .filter_map(|v| v.to_str().ok())
         .collect();
     decoded.accept = accept.join(",");
+    decoded.client = head
+        .headers
+        .get(USER_AGENT)
+        .and_then(|v| v.to_str().ok())
+        .unwrap_or_default()
+        .to_owned();
     decoded.content_type = head
         .headers
         .get(CONTENT_TYPE)

@@ -76,6 +76,7 @@ fn columns(kind: &str) -> &'static [Column] {
         ],
         "Lease" => &[NAME, ("Holder", "string", 0), AGE],
         "Endpoints" => &[NAME, ("Endpoints", "string", 0), AGE],
+        "NetworkPolicy" => &[NAME, ("Pod-Selector", "string", 0), AGE],
         "EndpointSlice" => &[
             NAME,
             ("AddressType", "string", 0),
@@ -277,36 +278,13 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
             or(text(object, &["spec", "holderIdentity"]), ""),
             age.into(),
         ],
-        "Endpoints" => {
-            let all: Vec<String> = list(object, &["subsets"])
-                .iter()
-                .flat_map(|s| {
-                    let ports: Vec<i64> = list(s, &["ports"])
-                        .iter()
-                        .filter_map(|p| p["port"].as_i64())
-                        .collect();
-                    list(s, &["addresses"]).iter().flat_map(move |a| {
-                        let ip = a["ip"].as_str().unwrap_or_default().to_owned();
-                        ports.clone().into_iter().map(move |p| format!("{ip}:{p}"))
-                    })
-                })
-                .collect();
-            vec![name.into(), shorten(&all).into(), age.into()]
-        }
-        "EndpointSlice" => {
-            let ports: Vec<String> = list(object, &["ports"])
-                .iter()
-                .map(|p| p["port"].to_string())
-                .collect();
-            let ends: Vec<String> = list(object, &["endpoints"])
-                .iter()
-                .filter_map(|e| e["addresses"][0].as_str().map(Into::into))
-                .collect();
+        "Endpoints" => vec![name.into(), endpoints(object).into(), age.into()],
+        "EndpointSlice" => slice(object, &age),
+        "NetworkPolicy" => {
+            let selector = at(object, &["spec", "podSelector"]);
             vec![
                 name.into(),
-                or(text(object, &["addressType"]), ""),
-                shorten(&ports).into(),
-                shorten(&ends).into(),
+                super::policies::selector(selector).into(),
                 age.into(),
             ]
         }
@@ -320,6 +298,40 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
         }
         _ => vec![name.into(), object["metadata"]["creationTimestamp"].clone()],
     }
+}
+
+fn endpoints(object: &Value) -> String {
+    let mut all: Vec<String> = vec![];
+    for subset in list(object, &["subsets"]) {
+        for address in list(subset, &["addresses"]) {
+            let ip = address["ip"].as_str().unwrap_or_default();
+            let ports = list(subset, &["ports"]).iter();
+            let ports = ports.filter_map(|port| port["port"].as_i64());
+            all.extend(ports.map(|port| format!("{ip}:{port}")));
+        }
+    }
+    shorten(&all)
+}
+
+fn slice(object: &Value, age: &str) -> Vec<Value> {
+    let unset = |all: &[String]| match all {
+        [] => "<unset>".to_owned(),
+        all => shorten(all),
+    };
+    let ports = list(object, &["ports"]).iter();
+    let ports = ports.map(|port| match port["port"].as_i64() {
+        Some(number) => number.to_string(),
+        None => text(port, &["name"]).unwrap_or("*").to_owned(),
+    });
+    let ends = list(object, &["endpoints"]).iter();
+    let ends = ends.filter_map(|e| e["addresses"][0].as_str().map(Into::into));
+    vec![
+        super::object::name(object).into(),
+        text(object, &["addressType"]).unwrap_or_default().into(),
+        unset(&ports.collect::<Vec<_>>()).into(),
+        unset(&ends.collect::<Vec<_>>()).into(),
+        age.into(),
+    ]
 }
 
 /// The external addresses of a service.

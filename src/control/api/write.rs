@@ -215,11 +215,6 @@ impl Api {
             .unwrap_or_default()
             .to_owned();
         let fixed_name = !object::name(&body).is_empty();
-        let _allocation = if resource.kind == "Service" {
-            Some(self.services.lock().await)
-        } else {
-            None
-        };
         for _ in 0..8 {
             let mut fresh = body.clone();
             if !fixed_name && !generate.is_empty() {
@@ -232,7 +227,7 @@ impl Api {
                 Some(namespace) => Some(admit::namespace(&self.store, resource, namespace, &name)?),
                 None => None,
             };
-            self.prepare_new(resource, namespace, &mut fresh).await?;
+            let reservation = self.prepare_new(resource, namespace, &mut fresh).await?;
             let errors = validate::new(resource, &fresh);
             if !errors.is_empty() {
                 return Err(ApiError::invalid(
@@ -264,7 +259,7 @@ impl Api {
                 requires,
                 ..write_of(resource, key, Expect::Absent, Change::Put, fresh)
             };
-            match self.store.write(write).await {
+            match self.commit(write, reservation).await {
                 Ok(record) => {
                     return Ok(Written {
                         code: 201,
@@ -285,12 +280,13 @@ impl Api {
         ))
     }
 
+    /// Completes a new object. The caller keeps the reservation until the write ends.
     async fn prepare_new(
         &self,
         resource: &Resource,
         namespace: Option<&str>,
         fresh: &mut Value,
-    ) -> Result<(), ApiError> {
+    ) -> Result<Option<services::Reservation>, ApiError> {
         let metadata = meta(fresh);
         for key in [
             "uid",
@@ -315,16 +311,21 @@ impl Api {
             batch::generate_selector(fresh);
         }
         defaults::apply(resource.kind, fresh);
+        let mut reservation = None;
         match (resource.kind, namespace) {
             ("Pod", Some(namespace)) => admit::pod(&self.store, namespace, fresh).await?,
             ("PersistentVolumeClaim", _) => storage::admit_claim(&self.store, fresh),
             ("PersistentVolume", _) => storage::admit_volume(fresh),
-            ("Service", _) => services::allocate(&self.store, self.service_range, None, fresh)?,
+            ("Service", _) => {
+                let reserved = services::allocate(&self.services, &self.store, None, fresh)?;
+                reservation = Some(reserved);
+            }
             _ => {}
         }
         // Also applies the defaults of fields that admission added.
         defaults::apply(resource.kind, fresh);
-        object::Size::check(fresh)
+        object::Size::check(fresh)?;
+        Ok(reservation)
     }
 
     /// Checks the permissions that depend on the content of the objects.
@@ -378,6 +379,39 @@ impl Api {
             let key = format!("storageclasses/{class}");
             serde_json::from_slice(&self.store.get(&key)?.value).ok()
         })
+    }
+
+    /// Allocates the values that an update of a service needs. The caller keeps the reservation until the write ends.
+    fn reserve(
+        &self,
+        resource: &Resource,
+        sub: Option<Sub>,
+        old: &Value,
+        new: &mut Value,
+    ) -> Result<Option<services::Reservation>, ApiError> {
+        if resource.kind != "Service" || sub.is_some() {
+            return Ok(None);
+        }
+        services::allocate(&self.services, &self.store, Some(old), new).map(Some)
+    }
+
+    /// Performs a write, and then releases the values that were reserved for it. A client that disconnects meanwhile does not
+    /// release them early.
+    async fn commit(
+        &self,
+        write: Write,
+        reservation: Option<services::Reservation>,
+    ) -> Result<Record, WriteError> {
+        let Some(reservation) = reservation else {
+            return self.store.write(write).await;
+        };
+        let store = self.store.clone();
+        let task = tokio::spawn(async move {
+            let written = store.write(write).await;
+            drop(reservation);
+            written
+        });
+        task.await.map_err(|_| WriteError::Closed)?
     }
 
     /// Stores an object; the store assigns the revision, which is then set in the object.
@@ -540,11 +574,6 @@ impl Api {
         mut warnings: Vec<String>,
         make: impl Fn(&Value) -> Result<Value, ApiError>,
     ) -> Result<Written, ApiError> {
-        let allocation = if resource.kind == "Service" && sub.is_none() {
-            Some(self.services.lock().await)
-        } else {
-            None
-        };
         for _ in 0..RETRIES {
             let (record, old) = self.fetch(resource, namespace, name)?;
             let mut new = make(&old)?;
@@ -567,9 +596,7 @@ impl Api {
                 ));
             }
             change::merge(resource, sub, &old, &mut new);
-            if allocation.is_some() {
-                services::allocate(&self.store, self.service_range, Some(&old), &mut new)?;
-            }
+            let reservation = self.reserve(resource, sub, &old, &mut new)?;
             if new != old {
                 let kind = (resource, sub);
                 let write =
@@ -607,8 +634,9 @@ impl Api {
             let finished = if is_finished(resource, &new) {
                 self.remove(resource, key, record.revision, new).await
             } else {
-                self.put(resource, key, Expect::Revision(record.revision), new)
-                    .await
+                let expect = Expect::Revision(record.revision);
+                let write = write_of(resource, key, expect, Change::Put, new);
+                self.commit(write, reservation).await
             };
             match finished {
                 Ok(record) => {

@@ -10,8 +10,9 @@ use kube::runtime::watcher;
 use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 
-use super::{any_change, is_stale};
-use holdfast_core::node::signing::{self, CsrRequest, Requester, Verdict};
+use super::runtime::relevant_changes;
+use super::{Caches, any_change, is_stale};
+use holdfast_core::node::signing::{self, CsrRequest, NodeNames, Requester, Verdict};
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::Cache;
 use holdfast_kubeapi::failure::chain;
@@ -38,7 +39,23 @@ enum Step {
     Remove,
 }
 
-fn decide(request: &CertificateSigningRequest, now: Timestamp) -> Step {
+/// The verdict of the signers' rules about a parsed request.
+fn judge(request: &CertificateSigningRequest, csr: &Result<CsrRequest, String>) -> Verdict {
+    let spec = &request.spec;
+    let usages: Vec<&str> = spec.usages.iter().flatten().map(String::as_str).collect();
+    let requester = Requester {
+        name: spec.username.as_deref().unwrap_or_default(),
+        groups: spec.groups.as_deref().unwrap_or_default(),
+    };
+    signing::decide(&spec.signer_name, csr, &usages, requester)
+}
+
+/// Decides about a request. `node_names` returns the names and addresses of a Node, and `None` if there is no such Node.
+fn decide(
+    request: &CertificateSigningRequest,
+    node_names: impl Fn(&str) -> Option<NodeNames>,
+    now: Timestamp,
+) -> Step {
     let status = request.status.clone().unwrap_or_default();
     let has = |kind: &str| status.conditions.iter().flatten().any(|c| c.type_ == kind);
     let age = request
@@ -64,14 +81,16 @@ fn decide(request: &CertificateSigningRequest, now: Timestamp) -> Step {
     let Some(der) = signing::request_der(&spec.request.0) else {
         return Step::Nothing;
     };
-    let usages: Vec<&str> = spec.usages.iter().flatten().map(String::as_str).collect();
-    let groups = spec.groups.clone().unwrap_or_default();
-    let requester = Requester {
-        name: spec.username.as_deref().unwrap_or_default(),
-        groups: &groups,
-    };
     let csr = signing::parse_request(&der);
-    let verdict = signing::decide(&spec.signer_name, &csr, &usages, requester);
+    let verdict = match (judge(request, &csr), &csr) {
+        // A Node that has not reported its addresses yet may do so later.
+        (Verdict::Wait, Ok(csr))
+            if !approved && signing::belongs_to_node(&spec.signer_name, csr, node_names) =>
+        {
+            Verdict::Allow
+        }
+        (verdict, _) => verdict,
+    };
     match (verdict, csr) {
         (Verdict::Ignore, _) => Step::Nothing,
         (Verdict::Allow, _) if !approved => Step::Approve,
@@ -81,13 +100,36 @@ fn decide(request: &CertificateSigningRequest, now: Timestamp) -> Step {
             let seconds = spec.expiration_seconds.map(i64::from).filter(|s| *s >= 600);
             Step::Sign(
                 Box::new(csr),
-                spec.signer_name == signing::CLIENT,
+                spec.signer_name != signing::SERVING,
                 seconds
                     .unwrap_or(MAX_LIFETIME_SECONDS)
                     .min(MAX_LIFETIME_SECONDS),
             )
         }
     }
+}
+
+/// The message of an approval; upstream's for client certificates.
+fn approval_message(signer: &str) -> &'static str {
+    match signer {
+        signing::SERVING => {
+            "Auto approving kubelet serving certificate: its names and addresses belong to the Node."
+        }
+        signing::PROXY => "Auto approving the client certificate of the node's service proxy.",
+        _ => "Auto approving kubelet client certificate after SubjectAccessReview.",
+    }
+}
+
+/// The names and addresses of a Node, without addresses that another Node reports, too: a Node must not get a certificate for
+/// another machine.
+fn node_names(caches: &Caches, name: &str) -> Option<NodeNames> {
+    let mut names = NodeNames::of(&*caches.nodes.get("", name)?);
+    for other in caches.nodes.list() {
+        if other.name_any() != name {
+            names.remove(&NodeNames::of(&other));
+        }
+    }
+    Some(names)
 }
 
 async fn take(
@@ -124,7 +166,7 @@ async fn take(
             let patch = with(
                 "Approved",
                 "AutoApproved",
-                "Auto approving kubelet client certificate after SubjectAccessReview.",
+                approval_message(&request.spec.signer_name),
             );
             let body = serde_json::to_vec(&patch).map_err(kube::Error::SerdeError)?;
             api.patch_below(
@@ -163,18 +205,24 @@ async fn take(
 }
 
 /// Runs until the process exits.
-pub(super) async fn run(client: Client, sign: Sign) {
+pub(super) async fn run(client: Client, caches: Caches, sign: Sign) {
     let requests: Cache<CertificateSigningRequest> = Cache::start(
         Api::all(client.clone()),
         watcher::Config::default().streaming_lists(),
     );
     requests.synced().await;
-    let mut changes = [requests.changes()];
+    let addresses = relevant_changes(&caches.nodes, |before, after| {
+        before.map(NodeNames::of) != after.map(NodeNames::of)
+    });
+    let mut changes = [requests.changes(), addresses];
     loop {
-        changes[0].mark_unchanged();
+        for receiver in &mut changes {
+            receiver.mark_unchanged();
+        }
         let mut unfinished = false;
         for request in requests.list() {
-            let step = decide(&request, Timestamp::now());
+            let names = |name: &str| node_names(&caches, name);
+            let step = decide(&request, names, Timestamp::now());
             if let Err(error) = take(&client, &request, step, &sign).await {
                 unfinished |= !is_stale(&error);
                 if unfinished {
@@ -197,6 +245,7 @@ pub(super) async fn run(client: Client, sign: Sign) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use k8s_openapi::api::core::v1::Node;
 
     fn of(username: &str, status: Value) -> CertificateSigningRequest {
         use base64::Engine as _;
@@ -219,29 +268,81 @@ mod tests {
         .expect("a request")
     }
 
+    fn decide_alone(request: &CertificateSigningRequest, now: Timestamp) -> Step {
+        decide(request, |_| None, now)
+    }
+
     #[test]
     fn node_requests_are_approved_then_signed_and_expired_ones_are_removed() {
         let at = |hours: i64| Timestamp::UNIX_EPOCH + SignedDuration::from_hours(hours);
         let condition = |kind: &str| json!({"conditions": [{"type": kind, "status": "True"}]});
         let node = "system:node:n";
-        assert_eq!(decide(&of(node, json!({})), at(0)), Step::Approve);
+        assert_eq!(decide_alone(&of(node, json!({})), at(0)), Step::Approve);
         assert_eq!(
-            decide(&of("other", json!({})), at(0)),
+            decide_alone(&of("other", json!({})), at(0)),
             Step::Nothing,
             "requests of other users need manual approval"
         );
         assert!(matches!(
-            decide(&of("other", condition("Approved")), at(0)),
+            decide_alone(&of("other", condition("Approved")), at(0)),
             Step::Sign(csr, true, 700) if csr.name == node
         ));
-        assert_eq!(decide(&of(node, condition("Denied")), at(0)), Step::Nothing);
-        assert_eq!(decide(&of(node, condition("Denied")), at(2)), Step::Remove);
+        assert_eq!(
+            decide_alone(&of(node, condition("Denied")), at(0)),
+            Step::Nothing
+        );
+        assert_eq!(
+            decide_alone(&of(node, condition("Denied")), at(2)),
+            Step::Remove
+        );
         assert_eq!(
             (
-                decide(&of("x", json!({})), at(2)),
-                decide(&of("x", json!({})), at(25))
+                decide_alone(&of("x", json!({})), at(2)),
+                decide_alone(&of("x", json!({})), at(25))
             ),
             (Step::Nothing, Step::Remove)
         );
+    }
+
+    #[test]
+    fn serving_certificates_need_a_node_with_their_names() {
+        let node: Node =
+            serde_json::from_value(json!({"metadata": {"name": "n"}, "status": {"addresses": [
+            {"type": "InternalIP", "address": "192.0.2.7"}]}}))
+            .expect("a Node");
+        let key = rcgen::KeyPair::generate().expect("a key");
+        let request = |names: &[&str], user: &str| {
+            let names: Vec<String> = names.iter().map(|n| (*n).to_owned()).collect();
+            let mut params = rcgen::CertificateParams::new(names).expect("names");
+            let subject = &mut params.distinguished_name;
+            subject.push(rcgen::DnType::OrganizationName, "system:nodes");
+            subject.push(rcgen::DnType::CommonName, "system:node:n");
+            let pem = params.serialize_request(&key).expect("a request").pem();
+            let mut request = of(user, json!({}));
+            request.spec.request.0 = pem.expect("PEM").into_bytes();
+            request.spec.signer_name = signing::SERVING.into();
+            request.spec.usages = Some(vec!["digital signature".into(), "server auth".into()]);
+            request
+        };
+        let known = |name: &str| (name == "n").then(|| NodeNames::of(&node));
+        let fine = request(&["n", "192.0.2.7"], "system:node:n");
+        let at = Timestamp::UNIX_EPOCH;
+        assert_eq!(decide(&fine, known, at), Step::Approve);
+        assert_eq!(decide(&fine, |_| None, at), Step::Nothing);
+        for other in [
+            request(&["n", "192.0.2.8"], "system:node:n"),
+            request(&["m"], "system:node:n"),
+            request(&["n"], "system:node:m"),
+        ] {
+            assert_eq!(decide(&other, known, at), Step::Nothing);
+        }
+        let mut approved = fine;
+        approved.status =
+            serde_json::from_value(json!({"conditions": [{"type": "Approved", "status": "True"}]}))
+                .expect("a status");
+        assert!(matches!(
+            decide(&approved, |_| None, at),
+            Step::Sign(_, false, 700)
+        ));
     }
 }

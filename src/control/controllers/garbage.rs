@@ -1,4 +1,4 @@
-//! Garbage collection by owner references for the kinds that have owners here: ReplicaSets, jobs and pods
+//! Garbage collection by owner references for the kinds that have owners here: ReplicaSets, jobs, pods and EndpointSlices
 //! (`pkg/controller/garbagecollector/garbagecollector.go`). Pods of deleted nodes are handled by `nodes`.
 
 use std::collections::HashSet;
@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet};
 use k8s_openapi::api::batch::v1::{CronJob, Job};
+use k8s_openapi::api::core::v1::{Endpoints, Service};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::api::{DeleteParams, Patch, PatchParams, Preconditions};
 use kube::{Client, Resource};
@@ -34,6 +35,9 @@ enum Kind {
     CronJob,
     Job,
     Pod,
+    Service,
+    Endpoints,
+    EndpointSlice,
 }
 
 impl Kind {
@@ -44,6 +48,8 @@ impl Kind {
             "ReplicaSet" => Some(Kind::ReplicaSet),
             "CronJob" => Some(Kind::CronJob),
             "Job" => Some(Kind::Job),
+            "Service" if owner.api_version == "v1" => Some(Kind::Service),
+            "Endpoints" => Some(Kind::Endpoints),
             _ => None,
         }
     }
@@ -155,6 +161,9 @@ pub(super) async fn run(client: Client, caches: Caches) {
     keys.watch(&caches.cron_jobs, |b, a| work_of(Kind::CronJob, b, a));
     keys.watch(&caches.jobs, |b, a| work_of(Kind::Job, b, a));
     keys.watch(&caches.pods, |b, a| work_of(Kind::Pod, b, a));
+    keys.watch(&caches.services, |b, a| work_of(Kind::Service, b, a));
+    keys.watch(&caches.endpoints, |b, a| work_of(Kind::Endpoints, b, a));
+    keys.watch(&caches.slices, |b, a| work_of(Kind::EndpointSlice, b, a));
     let collector = Collector {
         client,
         caches,
@@ -180,6 +189,9 @@ impl Collector {
                 Kind::CronJob => self.collect(&caches.cron_jobs, &key).await,
                 Kind::Job => self.collect(&caches.jobs, &key).await,
                 Kind::Pod => self.collect(&caches.pods, &key).await,
+                Kind::Service => self.collect(&caches.services, &key).await,
+                Kind::Endpoints => self.collect(&caches.endpoints, &key).await,
+                Kind::EndpointSlice => self.collect(&caches.slices, &key).await,
             },
         }
     }
@@ -211,21 +223,16 @@ impl Collector {
 
 /// The objects that an owner with this uid has.
 fn dependents(caches: &Caches, uid: &str) -> Vec<Work> {
-    let (sets, jobs, pods) = (
-        caches.owned_sets.get(uid),
-        caches.owned_jobs.get(uid),
-        caches.owned_pods.get(uid),
-    );
-    let sets = sets
-        .iter()
-        .map(|o| Work::Object(Kind::ReplicaSet, cache::key(&**o)));
-    let jobs = jobs
-        .iter()
-        .map(|o| Work::Object(Kind::Job, cache::key(&**o)));
-    let pods = pods
-        .iter()
-        .map(|o| Work::Object(Kind::Pod, cache::key(&**o)));
-    sets.chain(jobs).chain(pods).collect()
+    fn work<K: Resource>(kind: Kind, objects: &[Arc<K>]) -> impl Iterator<Item = Work> {
+        let keys = objects.iter().map(|object| cache::key(&**object));
+        keys.map(move |key| Work::Object(kind, key))
+    }
+    let mut all = vec![];
+    all.extend(work(Kind::ReplicaSet, &caches.owned_sets.get(uid)));
+    all.extend(work(Kind::Job, &caches.owned_jobs.get(uid)));
+    all.extend(work(Kind::Pod, &caches.owned_pods.get(uid)));
+    all.extend(work(Kind::EndpointSlice, &caches.owned_slices.get(uid)));
+    all
 }
 
 /// The number of dependents of an owner, and of those that block its deletion.
@@ -246,6 +253,8 @@ fn count_dependents(caches: &Caches, uid: &str) -> (usize, usize) {
     sets.iter().for_each(|s| add(&s.metadata));
     jobs.iter().for_each(|j| add(&j.metadata));
     pods.iter().for_each(|p| add(&p.metadata));
+    let slices = caches.owned_slices.get(uid);
+    slices.iter().for_each(|s| add(&s.metadata));
     counts
 }
 
@@ -273,8 +282,10 @@ fn decision_for(caches: &Caches, meta: &ObjectMeta) -> Option<Decision> {
         Some(Kind::ReplicaSet) => state(&caches.replica_sets, namespace, owner),
         Some(Kind::Job) => state(&caches.jobs, namespace, owner),
         Some(Kind::CronJob) => state(&caches.cron_jobs, namespace, owner),
+        Some(Kind::Service) => state(&caches.services, namespace, owner),
+        Some(Kind::Endpoints) => state(&caches.endpoints, namespace, owner),
         // Owners of other kinds, such as the Node of a mirror pod, are not tracked here.
-        Some(Kind::Pod) | None => Owner::Alive,
+        Some(Kind::Pod | Kind::EndpointSlice) | None => Owner::Alive,
     };
     let decision = decide(meta.owner_references.as_deref()?, state_of);
     (decision != Decision::Stay).then_some(decision)
@@ -355,6 +366,8 @@ async fn owners_deleted(
             "Deployment" => uid_of::<Deployment>(client, namespace, &owner.name).await?,
             "Job" => uid_of::<Job>(client, namespace, &owner.name).await?,
             "CronJob" => uid_of::<CronJob>(client, namespace, &owner.name).await?,
+            "Service" => uid_of::<Service>(client, namespace, &owner.name).await?,
+            "Endpoints" => uid_of::<Endpoints>(client, namespace, &owner.name).await?,
             _ => uid_of::<ReplicaSet>(client, namespace, &owner.name).await?,
         };
         if found.is_some_and(|uid| uid == owner.uid) {

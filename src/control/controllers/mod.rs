@@ -1,15 +1,18 @@
-//! The bundled controllers: Deployment, ReplicaSet, Job, CronJob, garbage collection by owner references, namespaces,
-//! node lifecycle, volumes, certificates and tokens.
+//! The bundled controllers: Deployment, ReplicaSet, Job, CronJob, endpoints of services, garbage collection by owner
+//! references, namespaces, node lifecycle, pod ranges of nodes, volumes, certificates and tokens.
 //!
 //! Each controller is a loop that observes watched caches, decides, and writes. The decisions are pure functions over
 //! typed objects. All reads and writes use the API.
 
 mod attach;
 mod binder;
+mod bootstrap;
 mod certificates;
 mod cronjob;
 mod deployment;
+mod endpoints;
 mod garbage;
+mod ipam;
 mod job;
 mod namespace;
 mod nodes;
@@ -29,8 +32,10 @@ use std::time::Duration;
 use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet};
 use k8s_openapi::api::batch::v1::{CronJob, Job};
 use k8s_openapi::api::core::v1::{
-    ConfigMap, Namespace, Node, PersistentVolume, PersistentVolumeClaim, Pod, ServiceAccount,
+    ConfigMap, Endpoints, Namespace, Node, PersistentVolume, PersistentVolumeClaim, Pod, Service,
+    ServiceAccount,
 };
+use k8s_openapi::api::discovery::v1::EndpointSlice;
 use k8s_openapi::api::storage::v1::StorageClass;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::api::{Patch, PatchParams, PostParams};
@@ -40,13 +45,15 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use holdfast_core::digest::fnv64;
+use holdfast_core::node::pod_ranges::PodRanges;
 use holdfast_kubeapi::cache::Cache;
 use holdfast_kubeapi::client::code;
 use holdfast_kubeapi::{Api, Index};
 
 /// Event reasons of type Warning, in addition to those that begin or end with "Failed".
-const WARNINGS: [&str; 10] = [
+const WARNINGS: [&str; 11] = [
     "BackoffLimitExceeded",
+    "CIDRNotAvailable",
     "DeadlineExceeded",
     "MaxFailedIndexesExceeded",
     "MissSchedule",
@@ -100,6 +107,17 @@ pub struct Caches {
     owned_pods: Index<Pod>,
     owned_sets: Index<ReplicaSet>,
     owned_jobs: Index<Job>,
+    services: Cache<Service>,
+    endpoints: Cache<Endpoints>,
+    slices: Cache<EndpointSlice>,
+    /// The services with a selector by its first requirement.
+    services_by_requirement: Index<Service>,
+    /// The pods that can be endpoints by each of their labels.
+    pods_by_label: Index<Pod>,
+    /// The slices by namespace and name of their service.
+    slices_of: Index<EndpointSlice>,
+    /// The slices by the uids of all their owners.
+    owned_slices: Index<EndpointSlice>,
 }
 
 impl Caches {
@@ -111,6 +129,8 @@ impl Caches {
         let replica_sets = Cache::start(Api::all(client.clone()), config());
         let deployments = Cache::start(Api::all(client.clone()), config());
         let jobs = Cache::start(Api::all(client.clone()), config());
+        let services = Cache::start(Api::all(client.clone()), config());
+        let slices = Cache::start(Api::all(client.clone()), config());
         Caches {
             pods_of: Index::new(&pods, uids_of_controller),
             free_pods: Index::new(&pods, namespace_if_free),
@@ -126,6 +146,13 @@ impl Caches {
             owned_pods: Index::new(&pods, uids_of_owners),
             owned_sets: Index::new(&replica_sets, uids_of_owners),
             owned_jobs: Index::new(&jobs, uids_of_owners),
+            services_by_requirement: Index::new(&services, endpoints::first_requirement),
+            pods_by_label: Index::new(&pods, endpoints::requirements),
+            slices_of: Index::new(&slices, endpoints::service_of),
+            owned_slices: Index::new(&slices, uids_of_owners),
+            services,
+            slices,
+            endpoints: Cache::start(Api::all(client.clone()), config()),
             pods,
             nodes: Cache::start(Api::all(client.clone()), config()),
             replica_sets,
@@ -157,7 +184,10 @@ impl Caches {
             self.config_maps.synced(),
             self.claims.synced(),
             self.volumes.synced(),
-            self.classes.synced()
+            self.classes.synced(),
+            self.services.synced(),
+            self.endpoints.synced(),
+            self.slices.synced()
         );
     }
 }
@@ -169,25 +199,29 @@ fn is_stale(error: &kube::Error) -> bool {
 
 /// Runs all controllers until the process exits. `ca` is the CA certificate that pods use to verify the apiserver.
 /// `directories` is where local volumes are created, with the name of this machine's node. `sign` signs certificates of
-/// nodes, and `sign_token` signs tokens in Secrets.
+/// nodes, and `sign_token` signs tokens in Secrets. `ranges` are the pod ranges for nodes.
 pub async fn run(
     client: Client,
     caches: Caches,
     ca: String,
     directories: Option<(PathBuf, String)>,
     (sign, sign_token): (Sign, SignToken),
+    ranges: PodRanges,
 ) {
     caches.synced().await;
     // One task per controller, so that a long reconciliation does not delay others. Dropping this
     // future cancels them. A panic of one stops the process.
     let mut all = JoinSet::new();
     let (c, o) = (|| client.clone(), || caches.clone());
-    all.spawn(certificates::run(c(), sign));
+    all.spawn(bootstrap::run(c()));
+    all.spawn(certificates::run(c(), o(), sign));
+    all.spawn(ipam::run(c(), o(), ranges));
     all.spawn(tokens::run(c(), o(), ca.clone(), sign_token));
     all.spawn(deployment::run(c(), o()));
     all.spawn(replicaset::run(c(), o()));
     all.spawn(job::run(c(), o()));
     all.spawn(cronjob::run(c(), o()));
+    all.spawn(endpoints::run(c(), o()));
     all.spawn(garbage::run(c(), o()));
     all.spawn(attach::run(c(), o()));
     all.spawn(binder::run(c(), o(), directories));

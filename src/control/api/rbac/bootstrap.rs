@@ -6,6 +6,9 @@ use crate::api::object::{list, meta, text};
 
 /// The user with which the apiserver calls the nodes' agents; it has no other permissions.
 pub const NODE_CLIENT: &str = "kube-apiserver-kubelet-client";
+/// The role of the service proxies, and their group.
+const PROXY: &str = "holdfast:proxy";
+const PROXIES: &str = "holdfast:proxies";
 /// Annotation: `false` excludes a role or binding from reconciliation at start.
 const AUTOUPDATE: &str = "rbac.authorization.kubernetes.io/autoupdate";
 
@@ -50,7 +53,33 @@ pub fn renewed(stored: &Value, ours: &Value) -> Option<Value> {
 pub fn bootstrap() -> Vec<(&'static str, Value)> {
     let mut all = roles();
     all.extend(bindings());
+    all.extend(proxy());
     all
+}
+
+/// The role of the service proxies and its binding. A proxy reads what services, DNS and network policies are made of, and
+/// emits events. It reads neither Secrets nor ConfigMaps.
+fn proxy() -> [(&'static str, Value); 2] {
+    let metadata =
+        json!({"name": PROXY, "labels": labels(&json!({})), "annotations": {AUTOUPDATE: "true"}});
+    let read = ["list", "watch"];
+    let rules = json!([
+        {"apiGroups": [""], "resources": ["services", "nodes", "namespaces", "pods"], "verbs": read},
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": read},
+        {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": read},
+        {"apiGroups": ["", "events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]}]);
+    let subjects = json!([{"kind": "Group", "name": PROXIES, "apiGroup": super::GROUP}]);
+    let role = json!({"apiGroup": super::GROUP, "kind": "ClusterRole", "name": PROXY});
+    [
+        (
+            "clusterroles",
+            json!({"metadata": metadata, "rules": rules}),
+        ),
+        (
+            "clusterrolebindings",
+            json!({"metadata": metadata, "subjects": subjects, "roleRef": role}),
+        ),
+    ]
 }
 
 fn labels(more: &Value) -> Value {
@@ -152,15 +181,15 @@ fn roles() -> Vec<(&'static str, Value)> {
             to("view"),
             json!([
             {"apiGroups": [""], "resources": plain, "verbs": read}, {"apiGroups": ["apps"], "resources": workloads, "verbs": read}, {"apiGroups": ["batch"], "resources": JOBS, "verbs": read},
-            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": read}]),
+            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": read}, {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": read}]),
         ),
         role(
             "system:aggregate-to-edit",
             json!({"rbac.authorization.k8s.io/aggregate-to-edit": "true", "rbac.authorization.k8s.io/aggregate-to-admin": "true"}),
             json!([
-            {"apiGroups": [""], "resources": ["secrets"], "verbs": read}, {"apiGroups": [""], "resources": ["secrets", "configmaps", "endpoints", "events", "persistentvolumeclaims", "pods", "serviceaccounts", "services"], "verbs": write},
+            {"apiGroups": [""], "resources": ["secrets"], "verbs": read}, {"apiGroups": [""], "resources": ["secrets", "configmaps", "events", "persistentvolumeclaims", "pods", "serviceaccounts", "services"], "verbs": write},
             {"apiGroups": [""], "resources": ["pods/exec", "pods/attach", "pods/portforward", "pods/proxy", "pods/eviction", "serviceaccounts/token"], "verbs": ["create", "get"]},
-            {"apiGroups": ["apps"], "resources": workloads, "verbs": write}, {"apiGroups": ["batch"], "resources": JOBS, "verbs": write}]),
+            {"apiGroups": ["apps"], "resources": workloads, "verbs": write}, {"apiGroups": ["batch"], "resources": JOBS, "verbs": write}, {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": write}]),
         ),
         role(
             "system:aggregate-to-admin",

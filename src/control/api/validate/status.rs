@@ -9,6 +9,7 @@ use super::Errors;
 use crate::api::error::FieldError;
 use crate::api::object::{self, at, list, text};
 use crate::api::resources::Resource;
+use crate::api::services;
 
 /// Validates a write to `/status`.
 #[must_use]
@@ -30,6 +31,7 @@ pub fn status(resource: &Resource, old: &Value, new: &Value) -> Errors {
             }
         }
         "ReplicaSet" => counts(new, &mut errors),
+        "Service" => services::validate_status(new, &mut errors),
         "Job" => super::job_status::job(old, new, &mut errors),
         "Namespace" => {
             let wanted = if object::is_deleting(new) {

@@ -9,7 +9,7 @@ use super::Errors;
 use crate::api::error::FieldError;
 use crate::api::object::{at, list, put, text};
 use crate::api::resources::Resource;
-use crate::api::{certificates, rbac, storage};
+use crate::api::{certificates, rbac, services, storage};
 
 /// Validates an update.
 #[must_use]
@@ -41,18 +41,13 @@ pub fn update(resource: &Resource, old: &Value, new: &Value) -> Errors {
                 ));
             }
         }
-        "Service" => {
-            let (before, after) = (
-                text(old, &["spec", "clusterIP"]),
-                text(new, &["spec", "clusterIP"]),
-            );
-            if before.is_some() && before != after && new["spec"]["type"] != "ExternalName" {
-                errors.push(FieldError::invalid(
-                    "spec.clusterIPs[0]",
-                    &after.unwrap_or_default().into(),
-                    "may not change once set",
-                ));
-            }
+        "Service" => services::validate_update(old, new, &mut errors),
+        "EndpointSlice" if old["addressType"] != new["addressType"] => {
+            errors.push(FieldError::invalid(
+                "addressType",
+                &new["addressType"],
+                "field is immutable",
+            ));
         }
         "RuntimeClass" if old["handler"] != new["handler"] => {
             errors.push(FieldError::invalid(

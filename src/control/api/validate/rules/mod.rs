@@ -7,6 +7,7 @@
 //! is absent or null violates [`Rule::Required`] only, because defaults may be applied later.
 
 mod container;
+mod network;
 mod others;
 mod pod;
 mod resources;
@@ -165,6 +166,7 @@ mod tests {
             resources::examples(),
             volume::examples(),
             others::examples(),
+            network::examples(),
         ];
         examples.into_iter().flatten().collect()
     }

@@ -5,12 +5,14 @@ use std::net::IpAddr;
 use base64::Engine as _;
 use serde_json::Value;
 
-use super::super::{Errors, KEY, LABEL, NOT_NEGATIVE, SUBDOMAIN, is_label, is_subdomain};
-use super::Rule::{Between, Check, Most, OneOf, Required, Text};
-use super::scheduling::{TAINTS, label_selector, strict_term};
+use super::super::{
+    Errors, KEY, LABEL, NOT_NEGATIVE, QUALIFIED, SUBDOMAIN, is_label, is_qualified, is_subdomain,
+};
+use super::Rule::{Between, Check, OneOf, Required, Text};
+use super::network::{POLICY, SLICE, endpoint_ip};
+use super::scheduling::{TAINTS, label_selector, labels, strict_term};
 use super::syntax::{
-    IP, NO_BACKSTEPS, PORT, PROTOCOLS, has_no_backsteps, is_config_key, port, port_name,
-    unique_names,
+    NO_BACKSTEPS, PORT, PROTOCOLS, has_no_backsteps, is_config_key, port, port_name, unique_names,
 };
 use super::volume::HOST_PATHS;
 use super::{Row, resources, row, scheduling, table};
@@ -157,11 +159,6 @@ const SERVICE: &[Row] = &[
         &["\"10.0.0.0\""],
     ),
     row(
-        "spec.clusterIPs",
-        Most(2),
-        &[r#"["10.0.0.1", "fd00::1", "10.0.0.2"]"#],
-    ),
-    row(
         "spec.sessionAffinity",
         OneOf(&["ClientIP", "None"]),
         &["\"Cookie\""],
@@ -175,6 +172,22 @@ const SERVICE: &[Row] = &[
         "spec.internalTrafficPolicy",
         OneOf(&["Cluster", "Local"]),
         &["\"Node\""],
+    ),
+    row(
+        "spec.trafficDistribution",
+        OneOf(&["PreferClose", "PreferSameNode", "PreferSameZone"]),
+        &["\"PreferFar\""],
+    ),
+    row("spec.selector", Check(labels), &[r#"{"a b": "c"}"#]),
+    row(
+        "spec.loadBalancerClass",
+        Text(is_qualified, QUALIFIED),
+        &["\"a b\""],
+    ),
+    row(
+        "spec.ports[].appProtocol",
+        Text(is_qualified, QUALIFIED),
+        &["\"a b\""],
     ),
     row("spec.ports[].name", Text(is_label, LABEL), &["\"A\""]),
     row("spec.ports[].protocol", OneOf(PROTOCOLS), &["\"ICMP\""]),
@@ -203,7 +216,6 @@ const SERVICE: &[Row] = &[
         Check(of_type),
         &[
             r#"{"type": "ExternalName", "externalName": "a b"}"#,
-            r#"{"type": "ClusterIP", "externalTrafficPolicy": "Local"}"#,
             r#"{"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 0}}}"#,
             r#"{"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 86401}}}"#,
         ],
@@ -243,40 +255,6 @@ const ENDPOINTS: &[Row] = &[
         OneOf(PROTOCOLS),
         &["\"ICMP\""],
     ),
-];
-
-const SLICE: &[Row] = &[
-    row("addressType", Required(""), &["\"\""]),
-    row(
-        "addressType",
-        OneOf(&["FQDN", "IPv4", "IPv6"]),
-        &["\"IPX\""],
-    ),
-    row("endpoints", Most(1000), &[]),
-    row("endpoints[].addresses", Most(100), &[]),
-    row(
-        "endpoints[].addresses",
-        Required("must contain at least 1 address"),
-        &["[]"],
-    ),
-    row("endpoints[].hostname", Text(is_label, LABEL), &["\"A\""]),
-    row(
-        "endpoints[].nodeName",
-        Text(is_subdomain, SUBDOMAIN),
-        &["\"A\""],
-    ),
-    row(
-        "",
-        Check(addresses),
-        &[
-            r#"{"addressType": "IPv4", "endpoints": [{"addresses": ["127.0.0.1"]}]}"#,
-            r#"{"addressType": "IPv4", "endpoints": [{"addresses": ["fd00::1"]}]}"#,
-            r#"{"addressType": "IPv6", "endpoints": [{"addresses": ["10.0.0.1"]}]}"#,
-            r#"{"addressType": "FQDN", "endpoints": [{"addresses": ["a b"]}]}"#,
-        ],
-    ),
-    row("ports[].name", Text(is_label, LABEL), &["\"A\""]),
-    row("ports[].protocol", OneOf(PROTOCOLS), &["\"ICMP\""]),
 ];
 
 const LEASE: &[Row] = &[
@@ -322,6 +300,7 @@ pub fn check(kind: &str, object: &Value, errors: &mut Errors) {
         "Service" => SERVICE,
         "Endpoints" => ENDPOINTS,
         "EndpointSlice" => SLICE,
+        "NetworkPolicy" => POLICY,
         "Lease" => LEASE,
         "RuntimeClass" => RUNTIME_CLASS,
         _ => return,
@@ -471,29 +450,6 @@ fn amounts(amounts: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// The address of an endpoint; addresses of the node itself are invalid (`ValidateEndpointIP`).
-fn endpoint_ip(value: &Value, path: &str, errors: &mut Errors) {
-    let Some(address) = value.as_str().and_then(|text| text.parse::<IpAddr>().ok()) else {
-        return errors.push(FieldError::invalid(path, value, IP));
-    };
-    // IPv4-mapped IPv6 addresses count as IPv4.
-    let problem = match address.to_canonical() {
-        address if address.is_unspecified() => format!("may not be unspecified ({address})"),
-        address if address.is_loopback() => {
-            "may not be in the loopback range (127.0.0.0/8, ::1/128)".to_owned()
-        }
-        IpAddr::V4(address) if address.is_link_local() => LINK_LOCAL.to_owned(),
-        IpAddr::V6(address) if address.is_unicast_link_local() => LINK_LOCAL.to_owned(),
-        IpAddr::V4(address) if address.octets()[..3] == [224, 0, 0] => MULTICAST.to_owned(),
-        IpAddr::V6(address) if address.segments()[0] & 0xff0f == 0xff02 => MULTICAST.to_owned(),
-        _ => return,
-    };
-    errors.push(FieldError::invalid(path, value, &problem));
-}
-
-const LINK_LOCAL: &str = "may not be in the link-local range (169.254.0.0/16, fe80::/10)";
-const MULTICAST: &str = "may not be in the link-local multicast range (224.0.0.0/24, ff02::/10)";
-
 fn target_port(value: &Value, path: &str, errors: &mut Errors) {
     // 0 and an empty string mean the service's own port.
     if *value != 0 && *value != "" {
@@ -510,14 +466,6 @@ fn of_type(spec: &Value, path: &str, errors: &mut Errors) {
     if kind == "ExternalName" && !name.is_empty() && !is_name {
         let field = format!("{path}.externalName");
         errors.push(FieldError::invalid(field, &name.into(), SUBDOMAIN));
-    }
-    let is_reachable =
-        matches!(kind, "NodePort" | "LoadBalancer") || !list(spec, &["externalIPs"]).is_empty();
-    let policy = &spec["externalTrafficPolicy"];
-    if !policy.is_null() && *policy != "" && !is_reachable {
-        let field = format!("{path}.externalTrafficPolicy");
-        let why = "may only be set for externally-accessible services";
-        errors.push(FieldError::invalid(field, policy, why));
     }
     let timeout = &spec["sessionAffinityConfig"]["clientIP"]["timeoutSeconds"];
     let is_timeout = timeout
@@ -551,35 +499,6 @@ fn same_ports(ports: &Value, path: &str, errors: &mut Errors) {
                 field: format!("{path}[{i}]"),
                 detail: format!("Duplicate value: {shown}"),
             });
-        }
-    }
-}
-
-fn addresses(slice: &Value, _: &str, errors: &mut Errors) {
-    let kind = text(slice, &["addressType"]).unwrap_or_default();
-    for (i, endpoint) in list(slice, &["endpoints"]).iter().enumerate() {
-        for (n, address) in list(endpoint, &["addresses"]).iter().enumerate() {
-            let field = format!("endpoints[{i}].addresses[{n}]");
-            let text = address.as_str().unwrap_or_default();
-            let is_ipv4 = text.parse().map(|address: IpAddr| address.is_ipv4());
-            match (kind, is_ipv4) {
-                ("FQDN", _) if !is_subdomain(text) => {
-                    errors.push(FieldError::invalid(field, address, SUBDOMAIN))
-                }
-                ("IPv4" | "IPv6", Err(_)) => errors.push(FieldError::invalid(field, address, IP)),
-                ("IPv4", Ok(false)) => errors.push(FieldError::invalid(
-                    field,
-                    address,
-                    "must be an IPv4 address",
-                )),
-                ("IPv6", Ok(true)) => errors.push(FieldError::invalid(
-                    field,
-                    address,
-                    "must be an IPv6 address",
-                )),
-                ("IPv4" | "IPv6", Ok(_)) => endpoint_ip(address, &field, errors),
-                _ => {}
-            }
         }
     }
 }
@@ -625,7 +544,8 @@ pub(crate) fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
             json!({"spec": {
                 "externalIPs": ["192.0.2.1"], "loadBalancerSourceRanges": ["10.0.0.0/8"], "clusterIPs": ["10.0.0.1"], "externalName": "a.example", "sessionAffinity": "ClientIP",
                 "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 86_400}}, "externalTrafficPolicy": "Local", "internalTrafficPolicy": "Cluster",
-                "ports": [{"name": "a", "port": 80, "protocol": "TCP", "targetPort": "web", "nodePort": 0}, {"name": "b", "port": 80, "protocol": "UDP", "targetPort": 0}],
+                "trafficDistribution": "PreferClose", "selector": {"a": "b"}, "loadBalancerClass": "a.example/b",
+                "ports": [{"name": "a", "port": 80, "protocol": "TCP", "targetPort": "web", "nodePort": 0, "appProtocol": "kubernetes.io/h2c"}, {"name": "b", "port": 80, "protocol": "UDP", "targetPort": 0}],
             }}),
         ),
         (
@@ -634,11 +554,6 @@ pub(crate) fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
             json!({"subsets": [{
                 "addresses": [{"ip": "10.0.0.1", "hostname": "a", "nodeName": "n.example"}], "notReadyAddresses": [{"ip": "fd00::1"}], "ports": port(),
             }]}),
-        ),
-        (
-            "EndpointSlice",
-            SLICE,
-            json!({"addressType": "IPv4", "ports": port(), "endpoints": [{"addresses": ["10.0.0.1"], "hostname": "a", "nodeName": "n"}]}),
         ),
         (
             "Lease",

@@ -147,7 +147,7 @@ fn word<'a>(value: &'a Value, key: &str) -> &'a str {
 }
 
 /// Labels of a node or selector.
-fn labels(labels: &Value, path: &str, errors: &mut Errors) {
+pub(crate) fn labels(labels: &Value, path: &str, errors: &mut Errors) {
     for (key, value) in labels.as_object().into_iter().flatten() {
         if !is_qualified(key) {
             errors.push(FieldError::invalid(path, &key.as_str().into(), QUALIFIED));
