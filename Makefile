@@ -40,7 +40,7 @@ down: ## Stop the cluster and remove the leftovers of its pods
 PREFIX ?= /usr/local
 UNITS = $(PREFIX)/lib/systemd/system
 SHARE = $(PREFIX)/share/holdfast
-UNIT_FILES = holdfast-agent.service holdfast-dhcp.service holdfast-dhcp.socket
+UNIT_FILES = holdfast-agent.service holdfast-proxy.service holdfast-dhcp.service holdfast-dhcp.socket
 install: ## Install the programs of make dist and their units (PREFIX, DESTDIR)
 	@test -x $(DIST) || { echo "$(DIST) is not built; run make dist first"; exit 1; }
 	install -D -m 755 $(DIST) $(DESTDIR)$(PREFIX)/bin/holdfast
@@ -50,6 +50,7 @@ install: ## Install the programs of make dist and their units (PREFIX, DESTDIR)
 	sed -i 's|/usr/local/bin/|$(PREFIX)/bin/|' $(DESTDIR)$(SHARE)/20-holdfast.conf
 	install -D -m 644 config/10-holdfast.conflist $(DESTDIR)$(SHARE)/10-holdfast.conflist
 	test -e $(DESTDIR)/etc/holdfast/config.yaml || install -D -m 644 config/agent.yaml $(DESTDIR)/etc/holdfast/config.yaml
+	test -e $(DESTDIR)/etc/holdfast/proxy.yaml || install -D -m 644 config/proxy.yaml $(DESTDIR)/etc/holdfast/proxy.yaml
 
 # The drop-in that makes the kubelet's unit run Holdfast. Without the binary, that unit could not start.
 DROP_IN = /etc/systemd/system/kubelet.service.d/20-holdfast.conf
@@ -132,11 +133,17 @@ power: machine ## Shut down a virtual node or cut its power, repeatedly (CYCLES=
 bench: test-deps cni ## Compare the agent with the bare runtime (ratios for BENCHMARKS.md)
 	$(CARGO) bench --profile dist --locked --bench pods
 
+bench-dns: ## Measure answers per second, latency and memory of the DNS server
+	$(CARGO) bench --workspace --locked --bench dns
+
 bench-controllers: ## Measure the processor time of the bundled control plane with thousands of pods
 	$(CARGO) bench --workspace --locked --bench controllers
+
+bench-services: ## Measure the data plane of services: set-up, one change, memory and connections
+	$(CARGO) bench --workspace --locked --bench services
 
 # Cargo builds the program for its benchmark too, without the flag: in target/release, so the measured one stays.
 bench-cni: test-deps cni ## Compare the CNI plugins with the distribution's
 	HOLDFAST_CNI=$(CURDIR)/$(dir $(DIST))holdfast-cni $(CARGO) bench --locked -p holdfast-cni --bench cni
 
-.PHONY: proto licences help install uninstall dist cni runtimes kubectls machine sim fuzz soak rounds power deps test-deps test-all-deps build up down test test-all check bench bench-cni bench-controllers
+.PHONY: proto licences help install uninstall dist cni runtimes kubectls machine sim fuzz soak rounds power deps test-deps test-all-deps build up down test test-all check bench bench-cni bench-controllers bench-services bench-dns

@@ -3,5 +3,7 @@
 
 pub mod ask;
 pub mod cli;
+pub mod join;
 pub mod logging;
+pub mod trace;
 pub mod up;

@@ -5,12 +5,15 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser as _};
 use holdfast::ask;
+use holdfast::cli::join::{AdminSelection, JoinFlags, TokenCommand};
 use holdfast::cli::{
-    AgentCommand, AgentFlags, AgentSelection, AuditFlags, Cli, Command, DoctorFlags,
-    ExplainCommand, ExplainFlags, GcFlags, Ipam, KubeletCli, Output, PodOfAgent, RecordCommand,
-    RecordFlags, ReportFormat, UpCommand, UpFlags, fields,
+    AgentCommand, AgentFlags, AgentSelection, AuditFlags, Cli, Command, ControlPlaneFlags,
+    DoctorFlags, ExplainCommand, ExplainFlags, GcFlags, Ipam, KubeletCli, Output, PodOfAgent,
+    ProxyFlags, RecordCommand, RecordFlags, ReportFormat, TraceFlags, UpCommand, UpFlags, fields,
 };
+use holdfast::join as joining;
 use holdfast::logging;
+use holdfast::trace;
 use holdfast::up;
 use holdfast_agent as agent;
 use holdfast_cni::ipam::audit as ipam;
@@ -22,6 +25,7 @@ use holdfast_core::pod::explain as explanation;
 use holdfast_core::pod::record::Report;
 use holdfast_core::version::{KUBERNETES, newest_commit, shown_commit};
 use holdfast_https as https;
+use holdfast_proxy as proxy;
 use holdfast_sys as sys;
 use tokio_util::sync::CancellationToken;
 
@@ -89,10 +93,10 @@ fn main() -> ExitCode {
     https::abort_on_panic();
     // The agent starts its log later, as its configuration requires.
     if !matches!(command, Command::Agent { running: None, .. }) {
-        let level = if matches!(command, Command::ControlPlane(_)) {
-            "info"
-        } else {
-            "error"
+        let level = match &command {
+            Command::ControlPlane(_) => "info",
+            Command::Proxy(flags) => logging::level(flags.verbosity),
+            _ => "error",
         };
         if let Err(error) = logging::start(level, false, None) {
             eprintln!("holdfast: {error}");
@@ -111,7 +115,14 @@ fn main() -> ExitCode {
         Command::ControlPlane(_) => std::thread::available_parallelism().map_or(2, usize::from),
         _ => 2,
     };
-    let runtime = match tokio::runtime::Builder::new_multi_thread()
+    // The rules have a thread of their own, so one thread serves the proxy's watches and pages. DNS uses all processors.
+    let mut builder = match &command {
+        Command::Proxy(flags) if flags.dns.is_none() => {
+            tokio::runtime::Builder::new_current_thread()
+        }
+        _ => tokio::runtime::Builder::new_multi_thread(),
+    };
+    let runtime = match builder
         .worker_threads(workers.max(2))
         .max_blocking_threads(64)
         .thread_keep_alive(std::time::Duration::from_secs(2))
@@ -156,30 +167,27 @@ async fn run(command: Command, parsed_flags: fields::ParsedFlags) -> anyhow::Res
             // This process has the key of the cluster's authority in memory, too. Its limits stay unchanged, because
             // the runtime that it starts and all containers inherit them.
             sys::process::hide_memory()?;
-            let mut settings = up::Settings::new(
-                &flags.name,
-                flags.containerd_endpoint,
-                flags.api_port,
-                flags.pod_cidr,
-            )
-            .await?;
+            let mut settings =
+                up::Settings::new(&flags.name, flags.containerd_endpoint, flags.api_port).await?;
             (settings.agent_config, settings.agent_port) = (flags.agent_config, flags.agent_port);
             settings.join = flags.join;
+            settings.tls_san = flags.tls_san;
             settings.api_bind_addresses = flags.api_bind_address;
             settings.node_name = flags.node_name.unwrap_or(settings.node_name);
             settings.agent_port()?;
-            Box::pin(up::up(&settings)).await
+            let wanted = up::Wanted {
+                service: flags.service_cidr,
+                cluster: flags.cluster_cidr,
+                pods: flags.pod_cidr,
+            };
+            Box::pin(up::up(settings, &wanted)).await
         }
         Command::Down(flags) => {
-            let settings = up::Settings::new(
-                &flags.name,
-                flags.containerd_endpoint,
-                0,
-                "10.244.0.0/24".parse()?,
-            )
-            .await?;
-            up::down(&settings, flags.purge).await
+            let settings = up::Settings::new(&flags.name, flags.containerd_endpoint, 0).await?;
+            Box::pin(up::down(settings, flags.purge)).await
         }
+        Command::Token { cluster, what } => token(&cluster, what).await,
+        Command::Join(flags) => join(*flags).await,
         Command::Kubeconfig { name } => {
             print!("{}", up::kubeconfig(&up::Settings::dirs(&name))?);
             Ok(())
@@ -188,6 +196,7 @@ async fn run(command: Command, parsed_flags: fields::ParsedFlags) -> anyhow::Res
             agent,
             what: ExplainCommand::Pod(flags),
         } => explain(&agent, &flags).await,
+        Command::Trace(flags) => show_trace(&flags).await,
         Command::Gc(flags) => gc(&flags).await,
         Command::Ipam {
             what: Ipam::Audit(flags),
@@ -200,6 +209,7 @@ async fn run(command: Command, parsed_flags: fields::ParsedFlags) -> anyhow::Res
                 }),
             ..
         } => record(&agent, &flags).await,
+        Command::Proxy(flags) => run_proxy(*flags).await,
         Command::Doctor(flags) => doctor(*flags, parsed_flags).await,
         Command::Replay { file } => tokio::task::block_in_place(|| replay(&file)),
         Command::Agent {
@@ -217,16 +227,67 @@ async fn run(command: Command, parsed_flags: fields::ParsedFlags) -> anyhow::Res
         Command::ControlPlane(flags) => {
             // The keys of the cluster's authority and of its tokens are in this process's memory.
             sys::process::forbid_dumps()?;
-            let settings = control::Settings {
-                dir: flags.dir,
-                bind: flags.bind_address,
-                port: flags.api_port,
-                advertise: flags.advertise_address,
-                service_range: up::SERVICE_RANGE.parse()?,
-            };
-            until_stopped(Box::pin(control::run(settings))).await
+            until_stopped(Box::pin(control::run(control_settings(flags)?))).await
         }
     }
+}
+
+/// The control plane's settings from its flags.
+fn control_settings(flags: ControlPlaneFlags) -> anyhow::Result<control::Settings> {
+    let service_range = flags.service_cidr.parse();
+    Ok(control::Settings {
+        dir: flags.dir,
+        bind: flags.bind_address,
+        port: flags.api_port,
+        advertise: flags.advertise_address,
+        service_range: service_range.context("invalid --service-cidr")?,
+        nodes: flags.nodes.settings(),
+    })
+}
+
+/// Administers the bootstrap tokens of a cluster.
+async fn token(cluster: &AdminSelection, what: TokenCommand) -> anyhow::Result<()> {
+    let default = || up::Settings::dirs(&cluster.name).kubeconfig();
+    let kubeconfig = cluster.kubeconfig.clone().unwrap_or_else(default);
+    match what {
+        TokenCommand::Create(flags) => {
+            let token = flags.token;
+            let token =
+                joining::token::create(&kubeconfig, token, &flags.ttl, &flags.description).await?;
+            if !flags.print_join {
+                println!("{}", token.text());
+                return Ok(());
+            }
+            let server = match flags.server {
+                Some(server) => joining::discovery::server_url(&server)?,
+                None => up::reachable_server(&kubeconfig).await?,
+            };
+            let command = joining::token::join_command(&kubeconfig, &server, &token).await?;
+            println!("{command}");
+        }
+        TokenCommand::List { show_secrets } => {
+            print!("{}", joining::token::list(&kubeconfig, show_secrets).await?);
+        }
+        TokenCommand::Delete { token } => {
+            let id = joining::token::delete(&kubeconfig, &token).await?;
+            println!("deleted the bootstrap token {id}");
+        }
+    }
+    Ok(())
+}
+
+/// Adds this machine to a cluster.
+async fn join(flags: JoinFlags) -> anyhow::Result<()> {
+    let endpoint = flags.containerd_endpoint;
+    let mut settings = up::Settings::new(&flags.name, endpoint, 0).await?;
+    settings.agent_config = flags.agent_config;
+    settings.agent_port = Some(flags.agent_port);
+    settings.node_name = flags.node_name.unwrap_or(settings.node_name);
+    settings.node_ip = flags.node_ip.unwrap_or(settings.node_ip);
+    settings.agent_port()?;
+    let server = joining::discovery::server_url(&flags.server)?;
+    let hashes = flags.discovery_token_ca_cert_hash;
+    Box::pin(up::join::join(settings, server, flags.token, hashes)).await
 }
 
 /// Loads the agent's configuration from its files and flags.
@@ -336,6 +397,23 @@ async fn run_agent(
     Box::pin(agent.run_until(stop.cancelled_owned())).await
 }
 
+/// Runs the service proxy, or removes what it leaves.
+async fn run_proxy(flags: ProxyFlags) -> anyhow::Result<()> {
+    if !nix::unistd::geteuid().is_root() {
+        anyhow::bail!("the proxy needs root: it changes nftables and routes; run it with sudo");
+    }
+    let overrides = flags.overrides();
+    if flags.cleanup {
+        let config = proxy::Config::for_cleanup(&overrides)?;
+        return Ok(proxy::cleanup(&config)?);
+    }
+    let hostname = sys::machine::hostname();
+    let config = proxy::Config::load(flags.config.as_deref(), &overrides, &hostname)?;
+    let stop = CancellationToken::new();
+    let work = Box::pin(proxy::run(config, stop.clone()));
+    until_drained(Box::pin(async { Ok(work.await?) }), stop).await
+}
+
 /// Prints the allocated addresses and which of them are leaked.
 fn audit(flags: AuditFlags) -> anyhow::Result<()> {
     let AuditFlags {
@@ -437,6 +515,36 @@ async fn explain(selection: &AgentSelection, flags: &ExplainFlags) -> anyhow::Re
         Output::Text => print!("{}", explanation::text(&answer, now)),
         Output::Json => println!("{}", serde_json::to_string_pretty(&answer)?),
         Output::Svg => print!("{}", explanation::svg(&answer, now)),
+    }
+    Ok(())
+}
+
+/// Prints what an object led to.
+async fn show_trace(flags: &TraceFlags) -> anyhow::Result<()> {
+    let dirs = up::Settings::dirs(&flags.name);
+    let kubeconfig = flags
+        .kubeconfig
+        .clone()
+        .unwrap_or_else(|| dirs.kubeconfig());
+    let client = holdfast_kubeapi::client::connect(&kubeconfig).await?;
+    let selection = AgentSelection {
+        name: flags.kubeconfig.is_none().then(|| flags.name.clone()),
+        root_dir: None,
+    };
+    // Without an agent on this machine, the story names what is missing.
+    let agent = socket_of(&selection).ok();
+    let story = trace::story(
+        client,
+        agent.as_deref(),
+        &flags.kind,
+        &flags.namespace,
+        &flags.object,
+    )
+    .await?;
+    match flags.output {
+        Output::Text => print!("{}", story.text()),
+        Output::Json => println!("{}", serde_json::to_string_pretty(&story)?),
+        Output::Svg => print!("{}", story.svg()),
     }
     Ok(())
 }

@@ -5,7 +5,7 @@ use clap::{Command, CommandFactory as _};
 use super::{Cli, KubeletCli};
 
 /// The names of the snapshots: a command with its subcommands. `tests/walls.rs` reads from here that they are in use.
-const COMMANDS: [&str; 18] = [
+const COMMANDS: [&str; 25] = [
     "holdfast",
     "holdfast_agent",
     "holdfast_agent_record",
@@ -18,9 +18,16 @@ const COMMANDS: [&str; 18] = [
     "holdfast_gc",
     "holdfast_ipam",
     "holdfast_ipam_audit",
+    "holdfast_join",
     "holdfast_kubeconfig",
+    "holdfast_proxy",
     "holdfast_replay",
     "holdfast_supervise",
+    "holdfast_token",
+    "holdfast_token_create",
+    "holdfast_token_delete",
+    "holdfast_token_list",
+    "holdfast_trace",
     "holdfast_up",
     "holdfast_up_status",
     "kubelet",

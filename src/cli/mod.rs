@@ -4,6 +4,9 @@
 pub mod fields;
 #[cfg(test)]
 mod help;
+pub mod join;
+mod proxy;
+mod trace;
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -11,6 +14,9 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 
 use holdfast_core::version::Wanted;
+pub use trace::TraceFlags;
+
+pub use proxy::ProxyFlags;
 
 /// A node agent for Kubernetes, with a minimal control plane to try it on one machine.
 #[derive(Parser)]
@@ -54,6 +60,19 @@ pub enum Command {
     Up(UpFlags),
     /// Stop the cluster and remove its pods, mounts and network interfaces from this machine.
     Down(DownFlags),
+    /// Create, list and delete the bootstrap tokens with which machines join a cluster.
+    Token {
+        /// The cluster.
+        #[command(flatten)]
+        cluster: join::AdminSelection,
+        /// What to do.
+        #[command(subcommand)]
+        what: join::TokenCommand,
+    },
+    /// Add this machine to a cluster: start containerd and the agent, which requests its certificate with a bootstrap token.
+    ///
+    /// `holdfast token create --print-join` on the machine of the control plane prints the whole command. Needs root.
+    Join(Box<join::JoinFlags>),
     /// Print the cluster's kubeconfig.
     Kubeconfig {
         /// The cluster's name.
@@ -69,6 +88,11 @@ pub enum Command {
         #[command(subcommand)]
         what: ExplainCommand,
     },
+    /// Show what an object led to, with times: requests, decisions, and the steps of the agent.
+    ///
+    /// The objects that it owns follow, down to the pods. The bundled API keeps a bounded record of the requests and events of
+    /// each object; this machine's agent adds the steps of its pods. What is not known is named.
+    Trace(TraceFlags),
     /// Remove unused images and dead containers now, and print why the others stay.
     ///
     /// The agent's rules apply. If the image filesystem is fuller than imageGCHighThresholdPercent, unused images are
@@ -97,6 +121,10 @@ pub enum Command {
         #[command(flatten)]
         flags: Box<AgentFlags>,
     },
+    /// Serve this node's services in place of kube-proxy, and DNS in place of CoreDNS.
+    ///
+    /// Rules stay in place when the process ends. Needs root.
+    Proxy(Box<ProxyFlags>),
     /// Check this machine for problems that affect the node or its pods.
     ///
     /// Prints each problem with its consequence and remedy, and changes nothing. Exits with 1 if there is an error. Needs
@@ -340,12 +368,24 @@ pub struct UpFlags {
     /// Another address for the API to listen on; 0.0.0.0 is every address of this machine. May be given several times.
     #[arg(long, value_name = "ADDRESS")]
     pub api_bind_address: Vec<IpAddr>,
+    /// Another DNS name or address in the certificate of the API, for clients that reach it through another machine. May be given
+    /// several times.
+    #[arg(long, value_name = "NAME", value_parser = join::parse_name)]
+    pub tls_san: Vec<String>,
     /// The port of the agent's HTTP API [default: 10250 if the API port is 6443, else the API port + 1000].
     #[arg(long, value_name = "PORT")]
     pub agent_port: Option<u16>,
-    /// The address range of the pods.
-    #[arg(long, default_value = "10.244.0.0/24")]
-    pub pod_cidr: ipnet::Ipv4Net,
+    /// The address range of this node's pods [default: the first /24 of --cluster-cidr].
+    #[arg(long, value_name = "RANGE")]
+    pub pod_cidr: Option<ipnet::Ipv4Net>,
+    /// The address range of services, or two of different families separated by a comma [default: the cluster's previous
+    /// range, else the first free one of 10.96.0.0/16, 10.97.0.0/16 and so on].
+    #[arg(long, value_name = "RANGES")]
+    pub service_cidr: Option<String>,
+    /// The address range of all nodes' pods, or two of different families separated by a comma [default: the cluster's
+    /// previous range, else the first free one of 10.244.0.0/16, 10.245.0.0/16 and so on].
+    #[arg(long, value_name = "RANGES")]
+    pub cluster_cidr: Option<String>,
     /// A KubeletConfiguration for the agent; its fields override those that `up` sets.
     #[arg(long, value_name = "FILE")]
     pub agent_config: Option<PathBuf>,
@@ -386,6 +426,12 @@ pub struct ControlPlaneFlags {
     /// The address at which nodes and pods reach the API.
     #[arg(long)]
     pub advertise_address: IpAddr,
+    /// The range of service addresses, or one of each IP family separated by a comma.
+    #[arg(long, value_name = "RANGES", default_value = "10.96.0.0/16")]
+    pub service_cidr: String,
+    /// Flags about several nodes.
+    #[command(flatten)]
+    pub nodes: join::NodeFlags,
 }
 
 /// Flags of the agent; the names are the kubelet's.

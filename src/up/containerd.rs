@@ -97,19 +97,21 @@ pub async fn reject_foreign_pods(endpoint: &str, agent: &Path) -> anyhow::Result
     }
 }
 
-/// Returns the CNI configuration of the pod network.
+/// Returns the CNI configuration of the pod network. Pods of other nodes see the addresses of this node's pods, so packets to
+/// them are not masqueraded.
 #[must_use]
 pub fn network(settings: &Settings) -> serde_json::Value {
     serde_json::json!({
         "cniVersion": "1.0.0", "name": settings.name, "plugins": [{
             "type": "bridge", "bridge": settings.bridge, "isDefaultGateway": true, "ipMasq": true, "hairpinMode": true,
-            "ipam": {"type": "host-local", "dataDir": settings.dirs.data.join("cni/networks"), "ranges": [[{"subnet": settings.pod_cidr}]]},
+            "ipMasqExcept": settings.ranges.cluster,
+            "ipam": {"type": "host-local", "dataDir": settings.dirs.data.join("cni/networks"), "ranges": [[{"subnet": settings.ranges.pods}]]},
         }, {"type": "portmap", "capabilities": {"portMappings": true}}],
     })
 }
 
-/// Installs the CNI plugins of this build and the network's configuration.
-pub fn install_network(settings: &Settings) -> anyhow::Result<()> {
+/// Installs the CNI plugins of this build.
+pub fn install_plugins(settings: &Settings) -> anyhow::Result<()> {
     let bin = settings.dirs.data.join("cni/bin");
     let source = cni_binary()?;
     let installed = std::process::Command::new(&source)
@@ -120,7 +122,7 @@ pub fn install_network(settings: &Settings) -> anyhow::Result<()> {
     if !installed.status.success() {
         bail!("{}", String::from_utf8_lossy(&installed.stderr).trim());
     }
-    write_network(settings)
+    Ok(())
 }
 
 fn network_file(settings: &Settings) -> PathBuf {
@@ -128,11 +130,11 @@ fn network_file(settings: &Settings) -> PathBuf {
 }
 
 /// Returns the address range of the pods in the network's configuration; `None` if there is none.
-pub fn pod_range(settings: &Settings) -> Option<String> {
+pub fn pod_range(settings: &Settings) -> Option<ipnet::Ipv4Net> {
     let text = std::fs::read(network_file(settings)).ok()?;
     let network: serde_json::Value = serde_json::from_slice(&text).ok()?;
     let range = network.pointer("/plugins/0/ipam/ranges/0/0/subnet")?;
-    range.as_str().map(str::to_owned)
+    range.as_str()?.parse().ok()
 }
 
 /// Writes the network's configuration, unless it is unchanged.
@@ -224,9 +226,8 @@ mod tests {
 
     #[tokio::test]
     async fn the_containerd_configuration_matches_the_machine() {
-        let range = "10.1.0.0/16".parse().expect("a range");
         let endpoint = Some("unix:///nosuch".into());
-        let settings = Settings::new("t", endpoint, 1, range).await;
+        let settings = Settings::new("t", endpoint, 1).await;
         let settings = settings.expect("settings");
         for (systemd, selinux) in [(true, false), (false, true)] {
             let text = config(&settings, Machine { systemd, selinux });

@@ -19,6 +19,8 @@ pub(super) const NO_CTR: &str =
 pub(super) const NOT_REGISTERED: &str = "the agent has not registered it";
 /// Why a node is not Ready: the Node object has the status of an earlier agent.
 pub(super) const NOT_REPORTED: &str = "the agent has not reported its status yet";
+/// Error of `down` if the kernel refuses.
+pub(super) const NOT_REMOVED: &str = "the rules of services cannot be removed";
 /// Error of `up status` if a component does not run.
 pub(super) const NOT_ALL_RUN: &str = "some components do not run; start them with `holdfast up`";
 
@@ -39,6 +41,42 @@ pub(super) fn invalid_pod_cidr(range: ipnet::Ipv4Net) -> String {
     format!(
         "invalid --pod-cidr {range}: use a network address with a prefix of at most 28, such as 10.244.0.0/24"
     )
+}
+
+/// Error: an invalid address range. `remedy` is a command.
+pub(super) fn invalid_range(flag: &str, value: &str, why: &str, remedy: &str) -> String {
+    format!("invalid {flag} {value}: {why}; {remedy}")
+}
+
+/// Error: the cluster was started with another range before, and its objects have addresses of it.
+pub(super) fn recorded_range(flag: &str, value: &str, is: &str) -> String {
+    format!(
+        "invalid {flag} {value}: the cluster's services have addresses of {is}; use {flag} {is}, or remove the cluster's data first (holdfast down --purge)"
+    )
+}
+
+/// Error: no range is free.
+pub(super) fn no_free_range(flag: &str) -> String {
+    format!(
+        "{flag} is required: every range that it has by default overlaps another cluster, or an address or a route of this machine"
+    )
+}
+
+/// Error: the file with the cluster's ranges cannot be used.
+pub(super) fn unreadable_record(file: &Path) -> String {
+    format!(
+        "{} cannot be read: it has the address ranges of a cluster; remove it if the cluster does not exist any more",
+        file.display()
+    )
+}
+
+/// Warning: the proxy does not run. `tail` has the last lines of its log.
+pub(super) fn no_services(log: &Path, tail: &str) -> String {
+    let text = format!(
+        "warning: services and DNS do not work, because the proxy does not run; its log is {}",
+        log.display()
+    );
+    with_tail(text, tail)
 }
 
 /// Error: an invalid port of the agent.

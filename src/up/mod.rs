@@ -3,9 +3,12 @@
 
 mod containerd;
 pub mod images;
+pub mod join;
 mod messages;
 mod process;
 mod progress;
+mod proxy;
+mod ranges;
 mod settings;
 mod supervise;
 
@@ -15,11 +18,13 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use jiff::Timestamp;
+pub use join::reachable_server;
 use k8s_openapi::api::core::v1::NodeCondition;
 use kube::ResourceExt as _;
 use process::Component;
 use progress::Progress;
-pub use settings::{Dirs, Settings};
+pub use ranges::Wanted;
+pub use settings::{Dirs, Joined, Settings};
 
 use holdfast_control::pki::{self, Pki};
 use holdfast_cri::{CriClient, Runtime as _};
@@ -28,24 +33,26 @@ use holdfast_kubeapi::Api;
 use holdfast_sys::process::find_program;
 use holdfast_sys::systemd::Slices;
 
-/// The address range of services.
-pub const SERVICE_RANGE: &str = "10.96.0.0/16";
+/// The cluster's domain.
+const DOMAIN: &str = "cluster.local";
 
 /// The names of the processes.
-const COMPONENTS: [&str; 3] = ["containerd", "control-plane", "agent"];
+const COMPONENTS: [&str; 4] = ["containerd", "control-plane", "proxy", "agent"];
 
 struct Components {
     containerd: Component,
     control: Component,
+    proxy: Component,
     agent: Component,
 }
 
 fn components(dirs: &Dirs) -> Components {
     let component = |name| Component::new(name, &dirs.run, &dirs.logs);
-    let [containerd, control, agent] = COMPONENTS.map(component);
+    let [containerd, control, proxy, agent] = COMPONENTS.map(component);
     Components {
         containerd,
         control,
+        proxy,
         agent,
     }
 }
@@ -57,10 +64,12 @@ fn require_root(command: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Starts every component that does not run yet, and waits until the node is ready.
-pub async fn up(settings: &Settings) -> anyhow::Result<()> {
+/// Starts every component that does not run yet, and waits until the node is ready. `wanted` are the address ranges that the
+/// user wants.
+pub async fn up(mut settings: Settings, wanted: &Wanted) -> anyhow::Result<()> {
     require_root("up")?;
-    let dirs = &settings.dirs;
+    let dirs = settings.dirs.clone();
+    let dirs = &dirs;
     for dir in [&dirs.data, &dirs.run, &dirs.logs, &dirs.agent()] {
         fs::create_dir_all(dir)
             .with_context(|| format!("the directory {} cannot be created", dir.display()))?;
@@ -70,6 +79,8 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
         std::os::unix::fs::PermissionsExt::from_mode(0o700),
     )?;
     let components = components(dirs);
+    settle_ranges(&mut settings, wanted, &components)?;
+    let settings = &settings;
     reject_changes(settings, &components)?;
     let mut progress = Progress::new();
     let endpoint = settings.endpoint();
@@ -92,10 +103,13 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
 
     progress.step("control plane");
     let (client, description) = match &settings.join {
-        Some(kubeconfig) => join(dirs, kubeconfig).await?,
+        Some(kubeconfig) => use_kubeconfig(dirs, kubeconfig).await?,
         None => {
             let started = start_control_plane(settings, &components.control)?;
             let client = wait_api(settings, &components.control, started).await?;
+            progress.step("proxy");
+            proxy::prepare(settings)?;
+            proxy::start(settings, &components.proxy)?;
             (client, own_api(settings))
         }
     };
@@ -106,6 +120,41 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
     progress.done();
 
     println!("{}", messages::running(&node, &runtime, &description));
+    if settings.join.is_none() && components.proxy.pid().is_none() {
+        let proxy = &components.proxy;
+        println!("{}", messages::no_services(&proxy.log, &proxy.log_tail()));
+    }
+    Ok(())
+}
+
+/// Chooses the cluster's ranges. A running cluster keeps them.
+fn settle_ranges(
+    settings: &mut Settings,
+    wanted: &Wanted,
+    components: &Components,
+) -> anyhow::Result<()> {
+    let data = &settings.dirs.data;
+    let configured = containerd::pod_range(settings);
+    let before = ranges::recorded(data)?;
+    let runs = components.containerd.pid().is_some() || components.control.pid().is_some();
+    if let Some(is) = before.filter(|_| runs) {
+        let name = &settings.name;
+        let reject = |flag: &str, is: String, wanted: Option<String>| match wanted {
+            Some(wanted) if wanted != is => {
+                bail!(messages::cannot_change(flag, &wanted, name, &is))
+            }
+            _ => Ok(()),
+        };
+        let flag = ranges::Ranges::flag;
+        reject(
+            "--pod-cidr",
+            is.pods.to_string(),
+            wanted.pods.map(|pods| pods.to_string()),
+        )?;
+        reject("--service-cidr", flag(&is.service), wanted.service.clone())?;
+        reject("--cluster-cidr", flag(&is.cluster), wanted.cluster.clone())?;
+    }
+    settings.ranges = ranges::settle(wanted, data, configured, &settings.bridge)?;
     Ok(())
 }
 
@@ -123,7 +172,8 @@ fn reject_changes(settings: &Settings, components: &Components) -> anyhow::Resul
     if components.containerd.pid().is_some()
         && let Some(range) = containerd::pod_range(settings)
     {
-        reject("--pod-cidr", range, settings.pod_cidr.to_string())?;
+        let wanted = settings.ranges.pods.to_string();
+        reject("--pod-cidr", range.to_string(), wanted)?;
     }
     Ok(())
 }
@@ -136,7 +186,7 @@ fn own_api(settings: &Settings) -> String {
 
 /// Installs the node's kubeconfig and its certificate authority where the agent and its clients expect them. Returns a
 /// client, and a description of the control plane.
-async fn join(dirs: &Dirs, kubeconfig: &Path) -> anyhow::Result<(kube::Client, String)> {
+async fn use_kubeconfig(dirs: &Dirs, kubeconfig: &Path) -> anyhow::Result<(kube::Client, String)> {
     let absolute =
         fs::canonicalize(kubeconfig).with_context(|| messages::unreadable("--join", kubeconfig))?;
     let (pki, link) = (dirs.agent().join("pki"), dirs.agent().join("kubeconfig"));
@@ -174,11 +224,18 @@ fn not_started(name: &str, component: &Component, why: &str) -> anyhow::Error {
 fn start_containerd(settings: &Settings, component: &Component) -> anyhow::Result<()> {
     if component.pid().is_some() {
         // containerd reloads the network's file when it changes. Without the file, no pod starts or stops.
-        return containerd::write_network(settings);
+        return match settings.joined {
+            None => containerd::write_network(settings),
+            Some(_) => Ok(()),
+        };
     }
     let program = find_program("containerd").context(messages::NO_CONTAINERD)?;
     find_program("runc").context(messages::NO_RUNC)?;
-    containerd::install_network(settings)?;
+    containerd::install_plugins(settings)?;
+    // A joined node has no range before the control plane assigns one.
+    if settings.joined.is_none() {
+        containerd::write_network(settings)?;
+    }
     let config = settings.dirs.data.join("containerd.toml");
     // Agent and containerd must use the same cgroup driver.
     let systemd = own_fields(settings)?.is_some_and(|own| own["cgroupDriver"] == "systemd");
@@ -238,7 +295,20 @@ fn start_control_plane(settings: &Settings, component: &Component) -> anyhow::Re
         format!("--dir={}", dir.display()),
         format!("--api-port={}", settings.api_port),
         format!("--advertise-address={}", settings.node_ip),
+        format!(
+            "--service-cidr={}",
+            ranges::Ranges::flag(&settings.ranges.service)
+        ),
     ];
+    arguments.push(format!("--node-pod-cidr={node}={}", settings.ranges.pods));
+    let cluster = ranges::Ranges::flag(&settings.ranges.cluster);
+    arguments.push(format!("--cluster-cidr={cluster}"));
+    arguments.extend(
+        settings
+            .tls_san
+            .iter()
+            .map(|name| format!("--tls-san={name}")),
+    );
     let more = settings.api_bind_addresses.iter();
     arguments.extend(more.map(|address| format!("--bind-address={address}")));
     component.start_supervised(&own, &arguments)
@@ -273,12 +343,12 @@ fn start_agent(settings: &Settings, component: &Component, endpoint: &str) -> an
     let manifests = root.join("manifests");
     fs::create_dir_all(&manifests)?;
     let mut config = serde_json::json!({
-        "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration", "clusterDomain": "cluster.local",
+        "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration", "clusterDomain": DOMAIN,
         // The disk is shared with everything else on this machine, and the bundled images cannot be pulled again.
         "imageGCHighThresholdPercent": 100,
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "0%", "nodefs.inodesFree": "0%", "imagefs.available": "0%", "imagefs.inodesFree": "0%"},
         "staticPodPath": manifests, "podLogsDir": settings.dirs.data.join("pods-logs"), "cgroupRoot": settings.cgroup(),
-        "containerRuntimeEndpoint": endpoint, "maxPods": 110.min((1_i64 << (32 - settings.pod_cidr.prefix_len())) - 3),
+        "containerRuntimeEndpoint": endpoint, "maxPods": 110.min((1_i64 << (32 - settings.ranges.pods.prefix_len())) - 3),
         "serializeImagePulls": false, "failSwapOn": false,
         // No program expects these chains here: the machine's iptables stay unchanged.
         "makeIPTablesUtilChains": false,
@@ -291,13 +361,35 @@ fn start_agent(settings: &Settings, component: &Component, endpoint: &str) -> an
     if settings.join.is_none() {
         config["tlsCertFile"] = serde_json::json!(root.join("pki/serving.crt"));
         config["tlsPrivateKeyFile"] = serde_json::json!(root.join("pki/serving.key"));
+        // The proxy answers there.
+        config["clusterDNS"] = settings
+            .ranges
+            .dns()
+            .iter()
+            .map(ToString::to_string)
+            .collect();
+    }
+    let mut joined = vec![];
+    if let Some(known) = &settings.joined {
+        known.configure(&mut config, &mut joined);
     }
     if let Some(own) = own_fields(settings)? {
         json_patch::merge(&mut config, &own);
     }
     fs::write(root.join("config.json"), format!("{config:#}\n"))?;
-    let own = std::env::current_exe()?;
-    let mut arguments = vec![
+    let mut arguments = agent_arguments(settings);
+    arguments.extend(joined);
+    if settings.join.is_none() {
+        // No other node could run the pods meanwhile.
+        arguments.push("--offline-start=always".into());
+    }
+    component.start_supervised(&std::env::current_exe()?, &arguments)
+}
+
+/// The arguments of every agent.
+fn agent_arguments(settings: &Settings) -> Vec<String> {
+    let root = settings.dirs.agent();
+    vec![
         "agent".to_owned(),
         format!("--config={}", root.join("config.json").display()),
         format!("--kubeconfig={}", root.join("kubeconfig").display()),
@@ -308,12 +400,7 @@ fn start_agent(settings: &Settings, component: &Component, endpoint: &str) -> an
         ),
         format!("--node-ip={}", settings.node_ip),
         format!("--hostname-override={}", settings.node_name),
-    ];
-    if settings.join.is_none() {
-        // No other node could run the pods meanwhile.
-        arguments.push("--offline-start=always".into());
-    }
-    component.start_supervised(&own, &arguments)
+    ]
 }
 
 /// Reads the fields of the user's own configuration of the agent.
@@ -388,8 +475,15 @@ fn is_reported_by(condition: &NodeCondition, component: &Component) -> bool {
 }
 
 /// Stops everything and removes the pods' files, mounts and cgroups from this machine; with `purge` also the data.
-pub async fn down(settings: &Settings, purge: bool) -> anyhow::Result<()> {
+pub async fn down(mut settings: Settings, purge: bool) -> anyhow::Result<()> {
     require_root("down")?;
+    let recorded = ranges::recorded(&settings.dirs.data)?;
+    if let Some(ranges) = &recorded {
+        settings.ranges = ranges.clone();
+    } else if let Some(pods) = containerd::pod_range(&settings) {
+        settings.ranges.pods = pods;
+    }
+    let settings = &settings;
     let dirs = &settings.dirs;
     let components = components(dirs);
     let mut progress = Progress::new();
@@ -405,6 +499,9 @@ pub async fn down(settings: &Settings, purge: bool) -> anyhow::Result<()> {
     if !private || components.containerd.pid().is_some() {
         remove_all_pods(settings).await?;
     }
+    progress.step("proxy");
+    stopped |= components.proxy.stop(Duration::from_secs(10))?;
+    proxy::remove(settings, recorded.as_ref())?;
     progress.step("containerd");
     stopped |= components.containerd.stop(Duration::from_secs(10))?;
     progress.step("leftovers");
@@ -516,11 +613,12 @@ pub fn status(dirs: &Dirs) -> anyhow::Result<()> {
     let Components {
         containerd,
         control,
+        proxy,
         agent,
     } = components(dirs);
     let now = Timestamp::now().as_second();
     let mut all_run = true;
-    for component in [containerd, control, agent] {
+    for component in [containerd, control, proxy, agent] {
         let (text, runs) = component.status(now);
         println!("{text}");
         all_run &= runs;

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use anyhow::bail;
 
 use super::messages;
+use super::ranges::Ranges;
 
 /// The directories of one cluster.
 #[derive(Debug, Clone)]
@@ -31,6 +32,12 @@ impl Dirs {
         self.data.join("kubeconfig")
     }
 
+    /// The service proxy's kubeconfig.
+    #[must_use]
+    pub fn proxy_kubeconfig(&self) -> PathBuf {
+        self.data.join("proxy.kubeconfig")
+    }
+
     /// The agent's root directory.
     #[must_use]
     pub fn agent(&self) -> PathBuf {
@@ -38,7 +45,7 @@ impl Dirs {
     }
 }
 
-/// Returns the name of the directories and the cgroup of the cluster `name`.
+/// Returns the name of the directories, the cgroup and the nftables tables of the cluster `name`.
 fn stem(name: &str) -> String {
     if name == "holdfast" {
         name.into()
@@ -62,8 +69,8 @@ pub struct Settings {
     pub api_bind_addresses: Vec<IpAddr>,
     /// The port of the agent's HTTP API; `None` for the default.
     pub agent_port: Option<u16>,
-    /// The address range of the pods.
-    pub pod_cidr: ipnet::Ipv4Net,
+    /// The address ranges of services and pods.
+    pub(super) ranges: Ranges,
     /// The bridge of the pods.
     pub bridge: String,
     /// The node's address.
@@ -74,6 +81,36 @@ pub struct Settings {
     pub join: Option<PathBuf>,
     /// The node's name.
     pub node_name: String,
+    /// Further names and addresses in the certificate of the API.
+    pub tls_san: Vec<String>,
+    /// What `holdfast join` has found out about the cluster; `None` for other commands.
+    pub joined: Option<Joined>,
+}
+
+/// What a joined node's agent must know of its cluster.
+#[derive(Debug, Clone)]
+pub struct Joined {
+    /// The kubeconfig with the bootstrap token.
+    pub bootstrap: PathBuf,
+    /// The addresses of the cluster's DNS servers; may be empty.
+    pub cluster_dns: Vec<String>,
+    /// The cluster's domain.
+    pub cluster_domain: String,
+}
+
+impl Joined {
+    /// Sets the fields of a KubeletConfiguration and the flags of the agent.
+    pub(super) fn configure(&self, config: &mut serde_json::Value, arguments: &mut Vec<String>) {
+        config["clusterDNS"] = serde_json::json!(self.cluster_dns);
+        config["clusterDomain"] = self.cluster_domain.as_str().into();
+        // The control plane signs a serving certificate for the Node's names and addresses.
+        config["serverTLSBootstrap"] = true.into();
+        config["rotateCertificates"] = true.into();
+        arguments.push(format!(
+            "--bootstrap-kubeconfig={}",
+            self.bootstrap.display()
+        ));
+    }
 }
 
 impl Settings {
@@ -82,7 +119,6 @@ impl Settings {
         name: &str,
         containerd_endpoint: Option<String>,
         api_port: u16,
-        pod_cidr: ipnet::Ipv4Net,
     ) -> anyhow::Result<Settings> {
         let fine = !name.is_empty()
             && name.len() <= 20
@@ -92,9 +128,6 @@ impl Settings {
             && !name.starts_with('-');
         if !fine {
             bail!(messages::invalid_name(name));
-        }
-        if pod_cidr.prefix_len() > 28 || pod_cidr.addr() != pod_cidr.network() {
-            bail!(messages::invalid_pod_cidr(pod_cidr));
         }
         let hash = holdfast_core::digest::fnv32(name.bytes());
         let bridge = if name == "holdfast" {
@@ -112,11 +145,13 @@ impl Settings {
             api_port,
             api_bind_addresses: vec![],
             agent_port: None,
-            pod_cidr,
+            ranges: Ranges::default(),
             bridge,
             node_ip,
             agent_config: None,
             join: None,
+            joined: None,
+            tls_san: vec![],
             node_name: holdfast_sys::machine::hostname(),
         })
     }
@@ -157,6 +192,23 @@ impl Settings {
     #[must_use]
     pub fn healthz_port(&self) -> u16 {
         if self.api_port == 6443 { 10248 } else { 0 }
+    }
+
+    /// Returns the addresses of the proxy's `/healthz` and `/metrics`: kube-proxy's defaults if the bundled API has port 6443,
+    /// otherwise none, because another cluster may use them.
+    #[must_use]
+    pub(super) fn proxy_pages(&self) -> [&'static str; 2] {
+        if self.api_port == 6443 {
+            ["0.0.0.0:10256", "127.0.0.1:10249"]
+        } else {
+            ["", ""]
+        }
+    }
+
+    /// Returns the name of the nftables tables.
+    #[must_use]
+    pub(super) fn table(&self) -> String {
+        stem(&self.name)
     }
 
     /// The runtime's endpoint.

@@ -38,6 +38,24 @@ fn host_ports_lead_to_pods(cluster: &Cluster, port: u16) {
     assert_eq!(page(port), None);
 }
 
+/// `holdfast trace` shows the way from the request to the agent's steps.
+fn its_story_is_known(cluster: &Cluster) {
+    let trace = cluster.holdfast(&["trace", "deployment", "web"]);
+    for part in [
+        "Deployment default/web\n",
+        "kubernetes-admin (kubectl): create, revision",
+        "ReplicaSet default/web-",
+        "ScalingReplicaSet: Scaled up replica set",
+        "default-scheduler: Scheduled: Successfully assigned",
+        "agent: sandbox",
+        "patch status",
+    ] {
+        assert!(trace.contains(part), "{part:?} is missing: {trace}");
+    }
+    assert!(!trace.contains("? "), "all is known: {trace}");
+    assert_eq!(trace.matches("Pod default/web-").count(), 3, "{trace}");
+}
+
 #[test]
 fn a_deployment_from_up_to_down() {
     let cluster = Cluster::start("main", 1);
@@ -86,6 +104,8 @@ fn a_deployment_from_up_to_down() {
             .iter()
             .all(|reason| described.contains(reason))
     });
+
+    its_story_is_known(&cluster);
 
     cluster.kubectl(&["scale", "deployment", "web", "--replicas=5"]);
     cluster.kubectl(&["rollout", "status", "deployment/web", "--timeout=180s"]);
@@ -201,23 +221,22 @@ fn jobs_run_to_completion() {
     cluster.assert_clean();
 }
 
+/// The cluster IP of the API. Each cluster of a machine has its own range of services.
+fn address_of_api(cluster: &Cluster) -> String {
+    let service = cluster.object("/api/v1/namespaces/default/services/kubernetes");
+    service["spec"]["clusterIP"].as_str().unwrap().to_owned()
+}
+
 #[test]
 fn pods_reach_each_other_and_get_their_volumes_and_settings() {
     let cluster = Cluster::start("pods", 2);
-    cluster.kubectl(&[
-        "create",
-        "configmap",
-        "settings",
-        "--from-literal=color=blue",
-    ]);
-    cluster.kubectl(&[
-        "create",
-        "secret",
-        "generic",
-        "keys",
-        "--from-literal=pin=1234",
-    ]);
+    let settings = "create configmap settings --from-literal=color=blue";
+    let keys = "create secret generic keys --from-literal=pin=1234";
+    for command in [settings, keys] {
+        cluster.kubectl(&command.split(' ').collect::<Vec<_>>());
+    }
     let busybox = support::busybox(&cluster);
+    let api = address_of_api(&cluster);
     cluster.apply(&format!(
         r#"
 apiVersion: v1
@@ -250,7 +269,7 @@ spec:
       test -s /var/run/secrets/kubernetes.io/serviceaccount/token
       test "$(cat /var/run/secrets/kubernetes.io/serviceaccount/namespace)" = default
       grep -q BEGIN /var/run/secrets/kubernetes.io/serviceaccount/ca.crt
-      test "$KUBERNETES_SERVICE_HOST" = 10.96.0.1
+      test "$KUBERNETES_SERVICE_HOST" = {api}
       grep -q worker /etc/hosts
       echo checked > /dev/termination-log
     env:
@@ -474,7 +493,14 @@ fn values_of_another_cluster_are_refused(cluster: &Cluster) {
             vec!["--api-port", "16497"],
             format!("use --api-port {port}, or"),
         ),
-        (vec!["--api-port", &port], "use --pod-cidr 10.".to_owned()),
+        (
+            vec!["--api-port", &port, "--pod-cidr", "10.198.0.0/24"],
+            "use --pod-cidr 10.".to_owned(),
+        ),
+        (
+            vec!["--api-port", &port, "--service-cidr", "10.198.0.0/24"],
+            "use --service-cidr ".to_owned(),
+        ),
     ] {
         let mut up = std::process::Command::new(support::holdfast());
         up.args(["up", "--name", &cluster.name]).args(&arguments);

@@ -62,6 +62,8 @@ pub struct Cluster {
     pub runtime: Option<PathBuf>,
     /// A KubeletConfiguration for the agent.
     pub config: Option<tempfile::NamedTempFile>,
+    /// The range of all nodes' pods and that of this node's pods, for a cluster with several nodes.
+    pub ranges: Option<[&'static str; 2]>,
     /// Log everything.
     pub verbose: bool,
     /// The address of the system message bus, if it is not this machine's.
@@ -164,6 +166,7 @@ impl Cluster {
             control: ControlPlane::wanted(),
             runtime: None,
             config: None,
+            ranges: None,
             verbose: false,
             bus: None,
             reader: reader::Reader::default(),
@@ -222,7 +225,13 @@ impl Cluster {
                 "--api-port",
                 &(16_400 + self.number).to_string(),
             ])
-            .args(["--pod-cidr", &format!("10.199.{}.0/24", self.number)])
+            .args(match self.ranges {
+                Some([cluster, node]) => vec![
+                    format!("--cluster-cidr={cluster}"),
+                    format!("--pod-cidr={node}"),
+                ],
+                None => vec![format!("--pod-cidr=10.199.{}.0/24", self.number)],
+            })
             .output();
         succeeded("up", output.unwrap())
     }

@@ -34,7 +34,19 @@ fn refused_flags() {
             2,
             ("default", "web-1"),
         ),
-        unknown_component("scheduler", &["containerd", "control-plane", "agent"]),
+        invalid_range(
+            "--service-cidr",
+            "10.96.0.0/12",
+            "it overlaps 10.96.0.0/16, which is a range of the cluster two",
+            "use a free range, such as 10.97.0.0/16",
+        ),
+        recorded_range("--service-cidr", "10.97.0.0/16", "10.96.0.0/16"),
+        no_free_range("--cluster-cidr"),
+        unreadable_record(Path::new("/var/lib/holdfast/ranges.json")),
+        unknown_component(
+            "scheduler",
+            &["containerd", "control-plane", "proxy", "agent"],
+        ),
     ];
     insta::assert_snapshot!("refused_flags", listed(&texts));
 }
@@ -63,6 +75,7 @@ fn failed_starts() {
         not_started("the control plane", "connection refused", control, TAIL),
         not_ready("n1", NOT_REGISTERED, Path::new(LOG), TAIL),
         not_ready("n1", NOT_REPORTED, Path::new(LOG), ""),
+        no_services(Path::new("/var/lib/holdfast/logs/proxy.log"), TAIL),
     ];
     insta::assert_snapshot!("failed_starts", listed(&texts));
 }
