@@ -154,6 +154,11 @@ impl Caches {
         }
     }
 
+    /// The namespaces, if DNS needs them.
+    pub(crate) fn namespaces(&self) -> Option<Cache<Packed<Namespace>>> {
+        self.namespaces.clone()
+    }
+
     /// Whether the Node can receive traffic of load balancers.
     pub(crate) fn eligibility(&self) -> Eligibility {
         eligibility(self.node.get("", &self.node_name).as_deref())
@@ -188,7 +193,7 @@ impl Objects for Caches {
 }
 
 /// Decodes an object, which was encoded here.
-fn unpack<K: Pack>(packed: &Packed<K>) -> Option<K> {
+pub(crate) fn unpack<K: Pack>(packed: &Packed<K>) -> Option<K> {
     match packed.unpack() {
         Ok(object) => Some(object),
         Err(error) => {

@@ -15,6 +15,7 @@ use holdfast_core::policies::PodFacts;
 use holdfast_kubeapi::cache::{Changes, Key};
 use holdfast_kubeapi::{Api, Cache};
 
+use crate::caches::{Caches, unpack};
 use crate::config::Config;
 use crate::packed::Packed;
 use crate::policies::PolicyPlane;
@@ -28,7 +29,7 @@ const DNS: (&str, &str, [(&str, &str); 1]) = ("kube-system", "kube-dns", [("k8s-
 enum Change {
     Policy(Key, Option<Arc<NetworkPolicy>>),
     Pod(Key, Option<Arc<Packed<Pod>>>),
-    Namespace(String, Option<Arc<Namespace>>),
+    Namespace(String, Option<Arc<Packed<Namespace>>>),
     /// The first complete lists have arrived. Before, an existing table stays as it is.
     Synced,
 }
@@ -67,12 +68,13 @@ fn take(plane: &mut PolicyPlane, change: Change, is_synced: &mut bool) {
             plane.set_policy(&namespace, &name, policy.as_deref());
         }
         Change::Pod((namespace, name), packed) => {
-            let pod = packed.and_then(|packed| packed.unpack().ok());
+            let pod = packed.and_then(|packed| unpack(&packed));
             plane.set_pod(&namespace, &name, pod.as_ref());
         }
         Change::Namespace(name, namespace) => {
-            let labels = |n: &Arc<Namespace>| n.metadata.labels.clone().unwrap_or_default();
-            plane.set_namespace(&name, namespace.as_ref().map(labels));
+            let namespace = namespace.and_then(|packed| unpack(&packed));
+            let labels = namespace.map(|n: Namespace| n.metadata.labels.unwrap_or_default());
+            plane.set_namespace(&name, labels);
         }
         Change::Synced => *is_synced = true,
     }
@@ -128,13 +130,18 @@ fn send<K>(
     all.all(|(key, changed)| inbox.send(change(key, changed.now)).is_ok())
 }
 
-/// Enforces network policies. Returns only with an error.
-pub(crate) async fn run(client: &kube::Client, config: &Config) -> Result<(), String> {
+/// Enforces network policies. Returns only with an error. DNS and policies share the watch of namespaces in `caches`.
+pub(crate) async fn run(
+    client: &kube::Client,
+    config: &Config,
+    caches: &Caches,
+) -> Result<(), String> {
     let inbox = start(config)?;
     let all = watcher::Config::default;
     let policies = Cache::<NetworkPolicy>::start(Api::all(client.clone()), all());
     let pods = Cache::<Packed<Pod>>::start(Api::all(client.clone()), all());
-    let namespaces = Cache::<Namespace>::start(Api::all(client.clone()), all());
+    let namespaces = caches.namespaces();
+    let namespaces = namespaces.unwrap_or_else(|| Cache::start(Api::all(client.clone()), all()));
     let (mut policies, mut pods, mut namespaces) = (
         policies.read_changes(),
         pods.read_changes(),

@@ -95,7 +95,7 @@ pub async fn run(config: Config, stop: CancellationToken) -> Result<(), RunError
         failures: RepeatedFailures::default(),
     };
     let work = async {
-        let reports = start_plane(&config, dns.clone(), caches, &inbox).await?;
+        let reports = start_plane(&config, dns.clone(), caches.clone(), &inbox).await?;
         main.follow(reports, &inbox).await;
         Ok(())
     };
@@ -104,7 +104,7 @@ pub async fn run(config: Config, stop: CancellationToken) -> Result<(), RunError
         () = stop.cancelled() => Ok(()),
         result = serve_dns(&config, dns.as_ref(), stop.clone()) => result,
         result = serve_all_pages(&config, &facts) => result,
-        result = Box::pin(enforce(&client, &config)) => result,
+        result = Box::pin(enforce(&client, &config, &caches)) => result,
         result = keep_routes(&client, &config) => result,
         result = Box::pin(work) => result,
     };
@@ -165,9 +165,9 @@ async fn serve_dns(
 }
 
 /// Enforces network policies if that is configured. Returns only with an error.
-async fn enforce(client: &kube::Client, config: &Config) -> Result<(), RunError> {
+async fn enforce(client: &kube::Client, config: &Config, caches: &Caches) -> Result<(), RunError> {
     match config.policy {
-        true => enforcement::run(client, config)
+        true => enforcement::run(client, config, caches)
             .await
             .map_err(RunError::Plane),
         false => std::future::pending().await,
