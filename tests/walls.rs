@@ -303,7 +303,6 @@ cni-plugins/tests/blackbox/links macvlans_have_their_own_addresses_and_macs 101
 cni-plugins/tests/blackbox/pairs ptp_routes_all_traffic_through_the_host 108
 cni-plugins/tests/blackbox/portmap ports_have_their_own_conditions_addresses_and_sources 114
 src/agent/assembly build 115
-src/agent/serving/metrics own 133
 src/control/api/mod objects 113
 src/control/api/rbac/bootstrap roles 116
 src/control/api/storage cells 130

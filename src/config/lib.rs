@@ -18,6 +18,7 @@ mod resolve;
 mod serving;
 mod shutdown;
 mod values;
+mod yaml;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -40,6 +41,7 @@ pub use fields::table as fields_table;
 pub use load::{load, load_all};
 pub(crate) use logging::Logging;
 pub use serving::Serving;
+pub use yaml::lenient;
 
 /// Why a configuration cannot be used. Names the field, the value and the remedy.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]

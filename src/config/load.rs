@@ -81,19 +81,8 @@ pub(super) struct Read {
 /// Decodes a KubeletConfiguration. As in the kubelet, the last of repeated fields counts, and an unknown field is
 /// ignored (`DecodeKubeletConfiguration` in `pkg/kubelet/kubeletconfig/util/codec/codec.go`).
 pub(super) fn parse(text: &str) -> Result<Read, String> {
-    let mut unread = vec![];
-    let mut fields: Value = match serde_saphyr::from_str(text) {
-        Ok(fields) => fields,
-        Err(strict) => {
-            let lenient = serde_saphyr::options! {
-                duplicate_keys: serde_saphyr::DuplicateKeyPolicy::LastWins,
-            };
-            let fields = serde_saphyr::from_str_with_options(text, lenient);
-            let fields = fields.map_err(|_| strict.to_string())?;
-            unread.push(strict.to_string());
-            fields
-        }
-    };
+    let (mut fields, repeated) = super::yaml::lenient(text)?;
+    let mut unread: Vec<String> = repeated.into_iter().collect();
     let of = |key: &str| fields[key].as_str().unwrap_or_default();
     if of("kind") != "KubeletConfiguration" || of("apiVersion") != "kubelet.config.k8s.io/v1beta1" {
         let (version, kind) = (of("apiVersion"), of("kind"));

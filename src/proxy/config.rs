@@ -11,6 +11,7 @@ use std::time::Duration;
 use ipnet::IpNet;
 use serde_json::{Map, Value};
 
+use holdfast_config::lenient;
 use holdfast_core::time::duration;
 
 /// The default of `healthzBindAddress`.
@@ -266,19 +267,8 @@ struct Document {
 
 impl Document {
     fn parse(text: &str) -> Result<Document, String> {
-        let mut unknown = vec![];
-        let fields: Value = match serde_saphyr::from_str(text) {
-            Ok(fields) => fields,
-            Err(strict) => {
-                let lenient = serde_saphyr::options! {
-                    duplicate_keys: serde_saphyr::DuplicateKeyPolicy::LastWins,
-                };
-                let fields = serde_saphyr::from_str_with_options(text, lenient);
-                let fields = fields.map_err(|_| strict.to_string())?;
-                unknown.push(strict.to_string());
-                fields
-            }
-        };
+        let (fields, repeated) = lenient(text)?;
+        let mut unknown: Vec<String> = repeated.into_iter().collect();
         let of = |key: &str| fields[key].as_str().unwrap_or_default();
         let (version, kind) = (of("apiVersion"), of("kind"));
         if version != "kubeproxy.config.k8s.io/v1alpha1" || kind != "KubeProxyConfiguration" {

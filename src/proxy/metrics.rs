@@ -185,53 +185,8 @@ impl Metrics {
             &build,
             1.0,
         );
-        write_process(&mut page);
+        meter::write_process(&mut page);
         page.into_string()
-    }
-}
-
-/// The process, under the names of Prometheus' client libraries.
-fn write_process(page: &mut Page) {
-    let (cpu, resident, virtual_bytes, open, most, start) = meter::own();
-    for (name, kind, help, value) in [
-        (
-            "process_cpu_seconds_total",
-            "counter",
-            "Total user and system CPU time spent in seconds.",
-            cpu,
-        ),
-        (
-            "process_resident_memory_bytes",
-            "gauge",
-            "Resident memory size in bytes.",
-            resident as f64,
-        ),
-        (
-            "process_virtual_memory_bytes",
-            "gauge",
-            "Virtual memory size in bytes.",
-            virtual_bytes as f64,
-        ),
-        (
-            "process_open_fds",
-            "gauge",
-            "Number of open file descriptors.",
-            open as f64,
-        ),
-        (
-            "process_max_fds",
-            "gauge",
-            "Maximum number of open file descriptors.",
-            most as f64,
-        ),
-        (
-            "process_start_time_seconds",
-            "gauge",
-            "Start time of the process since unix epoch in seconds.",
-            start,
-        ),
-    ] {
-        page.single(name, kind, help, &[], value);
     }
 }
 

@@ -13,6 +13,7 @@ use nix::sys::stat::{Mode, fstatat};
 
 use holdfast_core::serving::block_io::{self, DiskCounters};
 use holdfast_core::serving::cgroup_stats::{self, Depth, Texts, Usage};
+use holdfast_core::serving::exposition::Page;
 use holdfast_core::serving::machine_stats::{self, Interface};
 use holdfast_core::serving::pressure::{self, Pressures};
 
@@ -336,10 +337,55 @@ pub fn machine(depth: Depth, root: &str) -> Whole {
     }
 }
 
+/// Adds the metrics of this process to a page, under the names of Prometheus' client libraries.
+pub fn write_process(page: &mut Page) {
+    let (cpu, resident, virtual_bytes, open, most, start) = own();
+    for (name, kind, help, value) in [
+        (
+            "process_cpu_seconds_total",
+            "counter",
+            "Total user and system CPU time spent in seconds.",
+            cpu,
+        ),
+        (
+            "process_resident_memory_bytes",
+            "gauge",
+            "Resident memory size in bytes.",
+            resident as f64,
+        ),
+        (
+            "process_virtual_memory_bytes",
+            "gauge",
+            "Virtual memory size in bytes.",
+            virtual_bytes as f64,
+        ),
+        (
+            "process_open_fds",
+            "gauge",
+            "Number of open file descriptors.",
+            open as f64,
+        ),
+        (
+            "process_max_fds",
+            "gauge",
+            "Maximum number of open file descriptors.",
+            most as f64,
+        ),
+        (
+            "process_start_time_seconds",
+            "gauge",
+            "Start time of the process since unix epoch in seconds.",
+            start,
+        ),
+    ] {
+        page.single(name, kind, help, &[], value);
+    }
+}
+
 /// The usage of this process: CPU seconds, resident and virtual memory in
 /// bytes, open descriptors and their limit, start time in seconds since 1970.
 #[must_use]
-pub fn own() -> (f64, u64, u64, u64, u64, f64) {
+fn own() -> (f64, u64, u64, u64, u64, f64) {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let rest: Vec<&str> = stat
         .rsplit_once(')')

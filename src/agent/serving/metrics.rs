@@ -487,47 +487,7 @@ fn lifecycle_of(known: &Known) -> &'static str {
 /// `/metrics`: the agent itself.
 async fn own(server: &Arc<Server>) -> Response<Body> {
     let (parts, mut out) = (&server.parts, Page::default());
-    let (cpu, resident, virtual_bytes, open, most, began) = meter::own();
-    for (name, kind, help, value) in [
-        (
-            "process_cpu_seconds_total",
-            "counter",
-            "Total user and system CPU time spent in seconds.",
-            cpu,
-        ),
-        (
-            "process_resident_memory_bytes",
-            "gauge",
-            "Resident memory size in bytes.",
-            resident as f64,
-        ),
-        (
-            "process_virtual_memory_bytes",
-            "gauge",
-            "Virtual memory size in bytes.",
-            virtual_bytes as f64,
-        ),
-        (
-            "process_open_fds",
-            "gauge",
-            "Number of open file descriptors.",
-            open as f64,
-        ),
-        (
-            "process_max_fds",
-            "gauge",
-            "Maximum number of open file descriptors.",
-            most as f64,
-        ),
-        (
-            "process_start_time_seconds",
-            "gauge",
-            "Start time of the process since unix epoch in seconds.",
-            began,
-        ),
-    ] {
-        out.single(name, kind, help, &[], value);
-    }
+    meter::write_process(&mut out);
     for (name, pair) in [
         (
             "kubelet_certificate_manager_client_ttl_seconds",

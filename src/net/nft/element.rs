@@ -52,6 +52,15 @@ impl Element {
     }
 }
 
+/// The normal form of an element: the kernel lists an interval of one key as a single key.
+#[must_use]
+pub fn single(element: Element) -> Element {
+    Element {
+        last: element.last.filter(|last| *last != element.key),
+        ..element
+    }
+}
+
 fn value(bytes: &[u8]) -> Attributes {
     Attributes::new().put(data::VALUE, bytes)
 }

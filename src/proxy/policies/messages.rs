@@ -7,7 +7,7 @@ use holdfast_core::policies::{
     Chain, Direction, Family as Version, Members, Operation, Rule, Ruleset,
 };
 use holdfast_net::netlink::{Attributes, Message};
-use holdfast_net::nft::element::Element;
+use holdfast_net::nft::element::{Element, single};
 use holdfast_net::nft::expression::{Field, family_is, has_bits, in_set, state};
 use holdfast_net::nft::set::{Kind, Set};
 use holdfast_net::nft::statement::{verdict, verdict_of_map};
@@ -384,11 +384,8 @@ impl Filter {
         if nft.set(self.table, &set.name)?.is_none() {
             return Ok(false);
         }
-        let sorted = |mut elements: Vec<Element>| {
-            for element in &mut elements {
-                // The kernel shows an interval of one key as a single key.
-                element.last = element.last.take().filter(|last| *last != element.key);
-            }
+        let sorted = |elements: Vec<Element>| {
+            let mut elements: Vec<Element> = elements.into_iter().map(single).collect();
             elements.sort_by(|a, b| a.key.cmp(&b.key));
             elements
         };

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 
 use holdfast_core::services::{Family, Operation, Target};
-use holdfast_net::nft::element::Element;
+use holdfast_net::nft::element::{Element, single};
 use holdfast_net::nft::value::{Data, Value};
 
 use super::DataPlane;
@@ -139,14 +139,6 @@ pub(super) fn compare(
         }
     }
     compare_elements(plane, family, &planned, &mut differences)
-}
-
-/// An interval of one address is read as a single key.
-fn single(element: Element) -> Element {
-    Element {
-        last: element.last.filter(|last| *last != element.key),
-        ..element
-    }
 }
 
 fn compare_chains(
