@@ -90,6 +90,7 @@ async fn local(config: &Config, clock: Clock) -> Facts {
         kernel: own::kernel(),
         overlay: own::has_filesystem("overlay"),
         forwards: own::sysctl("net/ipv4/ip_forward") == "1",
+        uplinks: own::uplinks(),
         bridge_filters: bridge_filters(),
         cgroup_v2: cgroup::is_v2(),
         controllers: cgroup::controllers(),

@@ -1,5 +1,6 @@
 //! Facts about this machine.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
@@ -213,6 +214,35 @@ pub fn sysctl(name: &str) -> String {
     line(&format!("/proc/sys/{name}"))
 }
 
+/// The interfaces that have an IPv4 route through a gateway, in the order of their names, with the reverse path filter
+/// that takes effect: 0 off, 1 strict, 2 loose (RFC 3704).
+#[must_use]
+pub fn uplinks() -> Vec<(String, u8)> {
+    let names = gateway_interfaces(&line("/proc/net/route"));
+    let filter = |of: &str| {
+        sysctl(&format!("net/ipv4/conf/{of}/rp_filter"))
+            .parse()
+            .ok()
+    };
+    // The kernel takes the larger value (Documentation/networking/ip-sysctl.rst).
+    names
+        .into_iter()
+        .filter_map(|name| Some((filter(&name).max(filter("all"))?, name)))
+        .map(|(filter, name)| (name, filter))
+        .collect()
+}
+
+/// The interfaces of the routes with a gateway in the kernel's table `/proc/net/route`.
+fn gateway_interfaces(table: &str) -> BTreeSet<String> {
+    // Columns: interface, destination, gateway, …; addresses are hexadecimal.
+    let rows = table.lines().skip(1).map(str::split_whitespace);
+    rows.filter_map(|mut row| {
+        let (name, gateway) = (row.next()?, row.nth(1)?);
+        (gateway != "00000000").then(|| name.to_owned())
+    })
+    .collect()
+}
+
 /// The size limit of a module list in bytes.
 const MODULES: u64 = 8 << 20;
 
@@ -251,6 +281,18 @@ pub fn hostname() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_uplink_has_a_route_through_a_gateway() {
+        let table = "Iface\tDestination\tGateway \tFlags\n\
+            eth0\t00000000\t0100000A\t0003\n\
+            cni0\t0000F40A\t00000000\t0001\n\
+            eth1\t0002A8C0\t010010AC\t0003\n\
+            eth1\t0003A8C0\t010010AC\t0003\n\
+            torn";
+        assert_eq!(Vec::from_iter(gateway_interfaces(table)), ["eth0", "eth1"]);
+        assert!(gateway_interfaces("").is_empty());
+    }
 
     #[test]
     fn the_number_of_processors_is_that_of_the_machine() {

@@ -68,6 +68,7 @@ pub(super) fn kernel(facts: &Facts) -> Vec<Finding> {
             "sysctl -w net.ipv4.ip_forward=1; echo net.ipv4.ip_forward=1 > /etc/sysctl.d/99-kubernetes.conf",
         ));
     }
+    findings.extend(reverse_path(&facts.uplinks));
     if facts.bridge_filters == Some(false) {
         findings.push(fault(
             Severity::Warning,
@@ -81,6 +82,25 @@ pub(super) fn kernel(facts: &Facts) -> Vec<Finding> {
         findings.push(ok("kernel", format!("Linux {}", facts.kernel)));
     }
     findings
+}
+
+/// A strict filter drops what arrives on another interface than the one that the answer would leave by. With one uplink
+/// the two are always the same.
+fn reverse_path(uplinks: &[(String, u8)]) -> Option<Finding> {
+    let strict = uplinks.iter().find(|(_, filter)| *filter == 1);
+    let (name, _) = strict.filter(|_| uplinks.len() > 1)?;
+    Some(fault(
+        Severity::Warning,
+        "kernel",
+        format!(
+            "rp_filter of {name} is 1 (strict), and this machine has {} uplinks",
+            uplinks.len()
+        ),
+        "packets of pods on other nodes are dropped if they arrive on another interface than the route back",
+        format!(
+            "sysctl -w net.ipv4.conf.{name}.rp_filter=2; the larger of net.ipv4.conf.all.rp_filter and this one counts"
+        ),
+    ))
 }
 
 pub(super) fn cgroups(facts: &Facts) -> Vec<Finding> {

@@ -12,6 +12,7 @@ fn healthy() -> Facts {
         kernel: "6.1".into(),
         overlay: true,
         forwards: true,
+        uplinks: vec![("eth0".into(), 1)],
         bridge_filters: Some(true),
         cgroup_v2: true,
         controllers: CONTROLLERS.map(Into::into).to_vec(),
@@ -130,6 +131,10 @@ fn each_machine_fault_yields_one_finding_with_its_remedy() {
             change(move |f| f.hidden_namespaces = hidden.map(Into::into).into()),
         ),
         ("no forwarding", change(|f| f.forwards = false)),
+        (
+            "a strict reverse path filter with two uplinks",
+            change(|f| f.uplinks = vec![("eth0".into(), 2), ("eth1".into(), 1)]),
+        ),
         (
             "bridged packets bypass iptables",
             change(|f| f.bridge_filters = Some(false)),
