@@ -1,5 +1,6 @@
 //! Compiles the two programs of the bundled images (pause and demo) into static binaries. The library embeds them, so
-//! that a first try needs no registry. Also names the reflog, from which `holdfast --version` takes the commit.
+//! that a first try needs no registry. Also names the reflog, from which `holdfast --version` takes the commit, and
+//! packs the program's relocations.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -38,10 +39,28 @@ fn name_the_reflog(manifest_dir: &Path, out: &Path) {
     println!("cargo::rustc-env=HOLDFAST_REFLOG={}", path.display());
 }
 
+/// Packs the relative relocations of the program (`DT_RELR`) where the C library reads that form, since glibc 2.36. Unpacked
+/// they take 24 bytes each, which every process reads at its start: 5 MiB of the program and of the RSS of each process.
+fn pack_relocations(target: &str) {
+    if target != std::env::var("HOST").unwrap_or_default() || !target.ends_with("linux-gnu") {
+        return;
+    }
+    // Without `getconf`, the program is larger and otherwise the same.
+    let Ok(answer) = Command::new("getconf").arg("GNU_LIBC_VERSION").output() else {
+        return;
+    };
+    let answer = String::from_utf8_lossy(&answer.stdout);
+    let version = answer.trim().strip_prefix("glibc 2.");
+    if version.and_then(|minor| minor.parse().ok()) >= Some(36) {
+        println!("cargo::rustc-link-arg-bins=-Wl,-z,pack-relative-relocs");
+    }
+}
+
 fn main() {
     let env = |name: &str| std::env::var(name).unwrap_or_default();
     let out = PathBuf::from(env("OUT_DIR"));
     name_the_reflog(Path::new(&env("CARGO_MANIFEST_DIR")), &out);
+    pack_relocations(&env("TARGET"));
     for program in ["pause", "web"] {
         let source = format!("src/up/images/{program}.rs");
         println!("cargo::rerun-if-changed={source}");

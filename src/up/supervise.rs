@@ -162,9 +162,13 @@ pub fn supervise(
     let mut pause = Duration::ZERO;
     loop {
         let began = Instant::now();
-        let ended = component
-            .start(program, arguments)
-            .and_then(|mut child| Ok(child.wait()?));
+        let ended = component.start(program, arguments).and_then(|mut child| {
+            // Mostly, this process only waits. What its start has used is a part of the memory that `ps` shows.
+            if let Err(error) = holdfast_sys::memory::unmap_code() {
+                eprintln!("holdfast: {error}");
+            }
+            Ok(child.wait()?)
+        });
         let why = match ended {
             Ok(status) => messages::exit_cause(status),
             Err(error) => format!("{error:#}"),
