@@ -21,6 +21,7 @@ pub mod routes;
 mod routing;
 mod run;
 pub mod services;
+mod timetable;
 
 pub use config::{Config, ConfigError, Overrides};
 pub use run::{RunError, cleanup, run};

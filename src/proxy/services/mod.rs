@@ -441,6 +441,8 @@ impl DataPlane {
         if differences.is_empty() {
             self.trusted = Some(generation);
         } else {
+            // If replacing fails, the next commit tries again.
+            self.is_installed = false;
             self.replace()?;
         }
         Ok(Repaired { differences })
