@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::net::IpAddr;
 
-use holdfast_core::services::{Address, Family, Protocol, StaleFlows, Target};
+use holdfast_core::network::{Family, Protocol};
+use holdfast_core::services::{Address, StaleFlows, Target};
 use holdfast_net::conntrack::{Conntrack, Flow};
 use holdfast_net::nft::expression::status;
 

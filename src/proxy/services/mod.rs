@@ -21,8 +21,9 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use holdfast_core::network::Family;
 use holdfast_core::services::{
-    Family, HealthCheck, NodeFacts, Operation, PlanSettings, Planner, Problems, StaleFlows,
+    HealthCheck, NodeFacts, Operation, PlanSettings, Planner, Problems, StaleFlows,
 };
 use holdfast_net::netlink::{BatchError, Message};
 use holdfast_net::nft::{self, Nft, Table};

@@ -5,7 +5,7 @@ use std::io::ErrorKind;
 use std::net::TcpListener;
 use std::time::Duration;
 
-use holdfast_core::services::Family;
+use holdfast_core::network::Family;
 use holdfast_net::conntrack::Conntrack;
 use holdfast_proxy::services::Settings;
 use serde_json::json;
