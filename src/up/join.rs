@@ -132,10 +132,8 @@ fn dns(kubelet_config: &str) -> Option<(Vec<String>, String)> {
 }
 
 /// Reads the cluster's settings for agents.
-async fn kubelet_config(kubeconfig: &Path) -> anyhow::Result<(Vec<String>, String)> {
-    let client = connect(kubeconfig).await?;
-    let api: Api<ConfigMap> = Api::namespaced(client, "kube-system");
-    let map = api.get("kubelet-config").await.map_err(|e| {
+async fn kubelet_config(maps: &Api<ConfigMap>) -> anyhow::Result<(Vec<String>, String)> {
+    let map = maps.get("kubelet-config").await.map_err(|e| {
         let remedy = match holdfast_kubeapi::client::code(&e) {
             Some(401) => "the credentials have expired; pass a new --token of `holdfast token create`",
             Some(_) => "restart the control plane, which writes it, or run `kubeadm init phase upload-config kubelet`",
@@ -162,9 +160,8 @@ fn networking(configuration: &str) -> Option<(Vec<IpNet>, Vec<IpNet>)> {
 }
 
 /// Reads the cluster's ranges; `None` if the cluster does not publish them.
-async fn cluster_ranges(kubeconfig: &Path) -> anyhow::Result<Option<(Vec<IpNet>, Vec<IpNet>)>> {
-    let api: Api<ConfigMap> = Api::namespaced(connect(kubeconfig).await?, "kube-system");
-    let map = match api.get("kubeadm-config").await {
+async fn cluster_ranges(maps: &Api<ConfigMap>) -> anyhow::Result<Option<(Vec<IpNet>, Vec<IpNet>)>> {
+    let map = match maps.get("kubeadm-config").await {
         Ok(map) => map,
         Err(error) if matches!(holdfast_kubeapi::client::code(&error), Some(403 | 404)) => {
             return Ok(None);
@@ -308,8 +305,9 @@ pub async fn join(
         credentials.exists(),
         "--token is required: this machine has no certificate of the cluster yet; `holdfast token create --print-join` on the machine of the control plane prints the command"
     );
-    let (cluster_dns, cluster_domain) = kubelet_config(&credentials).await?;
-    if let Some((service, cluster)) = cluster_ranges(&credentials).await? {
+    let maps = Api::namespaced(connect(&credentials).await?, "kube-system");
+    let (cluster_dns, cluster_domain) = kubelet_config(&maps).await?;
+    if let Some((service, cluster)) = cluster_ranges(&maps).await? {
         (settings.ranges.service, settings.ranges.cluster) = (service, cluster);
     }
     settings.join = Some(node_file(&dirs));
