@@ -29,6 +29,19 @@ const MAX_TRIGGERS: usize = 10_000;
 /// Maximum number of services whose problems are logged.
 const MAX_PROBLEMS: usize = 1000;
 
+/// Why outdated flows could not be deleted: connection tracking may be busy, or not available. The rules are in place
+/// nevertheless, and the next commit or audit tries again.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct FlowsLeft(pub(crate) String);
+
+/// What an audit has found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Audited {
+    /// The repaired differences, as a text; `None` if there were none.
+    pub(crate) repaired: Option<String>,
+    pub(crate) flows_left: Option<FlowsLeft>,
+}
+
 /// The rules in the kernel.
 pub(crate) trait Plane {
     /// Sets the facts of this node.
@@ -37,11 +50,11 @@ pub(crate) trait Plane {
     /// Sets a service with all its slices; `None` if it was deleted.
     fn set_service(&mut self, key: &Key, service: Option<&Service>, slices: &[Arc<EndpointSlice>]);
 
-    /// Commits all changes since the last commit as one transaction.
-    fn commit(&mut self) -> Result<(), String>;
+    /// Commits all changes since the last commit as one transaction, and deletes outdated flows. An error is about the rules.
+    fn commit(&mut self) -> Result<Option<FlowsLeft>, String>;
 
-    /// Compares the rules in the kernel with the desired ones and repairs them. Returns what was repaired.
-    fn audit(&mut self) -> Result<Option<String>, String>;
+    /// Commits, compares the rules in the kernel with the desired ones, and repairs them. An error is about the rules.
+    fn audit(&mut self) -> Result<Audited, String>;
 
     /// The health check ports.
     fn health_checks(&self) -> Vec<HealthCheck>;
@@ -88,6 +101,8 @@ pub(crate) enum Report {
     },
     /// A transaction or an audit failed and is repeated.
     Failed(String),
+    /// The rules are in place, but deleting outdated flows failed and is repeated.
+    FlowsLeft(String),
     /// An audit has repaired the rules.
     Repaired(String),
 }
@@ -246,6 +261,28 @@ fn pause_after(took: Duration, min_sync_period: Duration) -> Duration {
     share.clamp(MIN_PAUSE, MAX_PAUSE).max(min_sync_period)
 }
 
+/// Audits the rules, and sets the time of the next audit. Returns what to report.
+fn audit(plane: &mut dyn Plane, times: &mut Timetable) -> Vec<Report> {
+    let audited = plane.audit();
+    let now = Instant::now();
+    match audited {
+        Err(why) => {
+            times.audit_failed(now);
+            vec![Report::Failed(why)]
+        }
+        Ok(audited) => {
+            match audited.flows_left {
+                Some(_) => times.audit_failed(now),
+                None => times.audited(now),
+            }
+            let repaired = audited.repaired.map(Report::Repaired);
+            let left = audited.flows_left;
+            let left = left.map(|FlowsLeft(why)| Report::FlowsLeft(why));
+            repaired.into_iter().chain(left).collect()
+        }
+    }
+}
+
 /// Works until the inbox is stopped. `before_commit` prepares the machine; `report` returns false if no receiver is left.
 pub(crate) fn work(
     plane: &mut dyn Plane,
@@ -280,32 +317,29 @@ pub(crate) fn work(
                         times.write_failed(Instant::now());
                         report(Report::Failed(why))
                     }
-                    Ok(()) => {
-                        let pause = pause_after(took, pace.min_sync_period);
-                        times.written(Instant::now(), pause);
+                    Ok(flows_left) => {
+                        let (now, pause) =
+                            (Instant::now(), pause_after(took, pace.min_sync_period));
+                        times.written(now, pause);
+                        if flows_left.is_some() {
+                            times.audit_early(now);
+                        }
                         inbox.done();
-                        report(Report::Committed {
+                        let committed = Report::Committed {
                             took,
                             triggers: std::mem::take(&mut triggers),
                             health_checks: plane.health_checks(),
-                        })
+                        };
+                        report(committed)
+                            && flows_left
+                                .is_none_or(|FlowsLeft(why)| report(Report::FlowsLeft(why)))
                     }
                 }
             }
             Next::Audit => {
                 before_commit();
-                let audited = plane.audit();
-                let now = Instant::now();
-                match audited {
-                    Err(why) => {
-                        times.audit_failed(now);
-                        report(Report::Failed(why))
-                    }
-                    Ok(repaired) => {
-                        times.audited(now);
-                        repaired.is_none_or(|what| report(Report::Repaired(what)))
-                    }
-                }
+                let reports = audit(plane, &mut times);
+                reports.into_iter().all(report)
             }
         };
         if !is_received {

@@ -17,8 +17,16 @@ struct Fake {
     nodes: Arc<AtomicUsize>,
     fails: Arc<AtomicBool>,
     audits_fail: Arc<AtomicBool>,
+    flows_fail: Arc<AtomicBool>,
     flushed: Arc<AtomicBool>,
     commit_takes: Duration,
+}
+
+impl Fake {
+    fn flows_left(&self) -> Option<FlowsLeft> {
+        let fails = self.flows_fail.load(Ordering::SeqCst);
+        fails.then(|| FlowsLeft("no buffer space available".into()))
+    }
 }
 
 impl Plane for Fake {
@@ -33,21 +41,24 @@ impl Plane for Fake {
         };
     }
 
-    fn commit(&mut self) -> Result<(), String> {
+    fn commit(&mut self) -> Result<Option<FlowsLeft>, String> {
         std::thread::sleep(self.commit_takes);
         if self.fails.load(Ordering::SeqCst) {
             return Err("the kernel refuses".into());
         }
         self.staged.clone_into(&mut lock(&self.committed));
-        Ok(())
+        Ok(self.flows_left())
     }
 
-    fn audit(&mut self) -> Result<Option<String>, String> {
+    fn audit(&mut self) -> Result<Audited, String> {
         if self.audits_fail.load(Ordering::SeqCst) {
             return Err("the table cannot be read".into());
         }
         let flushed = self.flushed.swap(false, Ordering::SeqCst);
-        Ok(flushed.then(|| "the table".to_owned()))
+        Ok(Audited {
+            repaired: flushed.then(|| "the table".to_owned()),
+            flows_left: self.flows_left(),
+        })
     }
 
     fn health_checks(&self) -> Vec<HealthCheck> {
@@ -109,6 +120,7 @@ struct Run {
     committed: Arc<Mutex<Committed>>,
     fails: Arc<AtomicBool>,
     audits_fail: Arc<AtomicBool>,
+    flows_fail: Arc<AtomicBool>,
     flushed: Arc<AtomicBool>,
     nodes: Arc<AtomicUsize>,
     reports: mpsc::Receiver<Report>,
@@ -135,6 +147,7 @@ impl Run {
             committed: Arc::clone(&fake.committed),
             fails: Arc::clone(&fake.fails),
             audits_fail: Arc::clone(&fake.audits_fail),
+            flows_fail: Arc::clone(&fake.flows_fail),
             flushed: Arc::clone(&fake.flushed),
             nodes: Arc::clone(&fake.nodes),
             reports,
@@ -316,6 +329,36 @@ fn a_failed_audit_is_repeated_and_delays_no_changes() {
     run.audits_fail.store(false, Ordering::SeqCst);
     run.flushed.store(true, Ordering::SeqCst);
     assert!(matches!(run.report(), Report::Repaired(_)));
+}
+
+#[test]
+fn flows_that_cannot_be_deleted_delay_no_rules_and_no_audit() {
+    let run = Run::start(Duration::ZERO, PACE);
+    run.flows_fail.store(true, Ordering::SeqCst);
+    run.inbox.set_synced();
+    assert!(matches!(run.report(), Report::Committed { .. }));
+    assert!(matches!(run.report(), Report::FlowsLeft(_)));
+    // The next audit tries again long before its interval has passed, and repairs rules, too.
+    run.flushed.store(true, Ordering::SeqCst);
+    assert!(matches!(run.report(), Report::Repaired(_)));
+    assert!(matches!(run.report(), Report::FlowsLeft(_)));
+    let (begun, mut number) = (Instant::now(), 0);
+    while number < 5 {
+        number += 1;
+        run.change("a", Some(number));
+        while lock(&run.committed).get(&name("a")) != Some(&number) {
+            assert!(begun.elapsed() < Duration::from_secs(30), "{number}");
+            run.report();
+        }
+    }
+    let took = begun.elapsed();
+    assert!(took < Duration::from_secs(5), "{took:?} for five changes");
+    run.flows_fail.store(false, Ordering::SeqCst);
+    run.change("a", Some(100));
+    while lock(&run.committed).get(&name("a")) != Some(&100) {
+        run.report();
+    }
+    assert_eq!(run.inbox.oldest(), None, "health does not depend on flows");
 }
 
 #[test]

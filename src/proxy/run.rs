@@ -341,6 +341,15 @@ impl Main {
                     );
                 }
             }
+            Report::FlowsLeft(why) => {
+                if let Some(unlogged) = self.failures.record("flows", &why, now) {
+                    tracing::warn!(
+                        why,
+                        unlogged,
+                        "deleting outdated flows of UDP from connection tracking failed, so clients may send to removed endpoints; retrying"
+                    );
+                }
+            }
             Report::Repaired(what) => {
                 self.facts.metrics.repaired();
                 tracing::warn!(

@@ -85,6 +85,12 @@ impl Timetable {
         self.audit_at = now + self.audit_interval;
     }
 
+    /// A write has left work to the next audit, which is therefore due after a back-off. Further writes do not delay it.
+    pub(crate) fn audit_early(&mut self, now: Instant) {
+        let mut retries = self.audit_retries;
+        self.audit_at = self.audit_at.min(now + retries.pause());
+    }
+
     /// An audit failed.
     pub(crate) fn audit_failed(&mut self, now: Instant) {
         let pause = self.audit_retries.pause();
@@ -150,6 +156,24 @@ mod tests {
         times.written(start, MS(1000));
         assert_eq!(times.step(start, true), Step::Wait(start + MS(50)));
         assert_eq!(times.step(start + MS(50), true), Step::Audit);
+    }
+
+    #[test]
+    fn an_early_audit_is_not_delayed_by_further_writes() {
+        let start = Instant::now();
+        let at = |ms| start + MS(ms);
+        let mut times = Timetable::new(start, MS(30_000));
+        for now in [0, 50, 99] {
+            times.written(at(now), MS(10));
+            times.audit_early(at(now));
+        }
+        assert_eq!(times.step(at(99), false), Step::Wait(at(100)));
+        assert_eq!(times.step(at(100), true), Step::Audit);
+        // The work is still not done.
+        times.audit_failed(at(100));
+        times.written(at(150), MS(10));
+        times.audit_early(at(150));
+        assert_eq!(times.step(at(199), false), Step::Wait(at(200)));
     }
 
     #[test]
