@@ -8,6 +8,7 @@ mod address;
 mod bridge;
 mod caches;
 mod config;
+mod credentials;
 mod enforcement;
 mod events;
 mod health;

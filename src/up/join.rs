@@ -23,14 +23,14 @@ use super::{
 };
 use crate::join::discovery::{Discovered, Target, discover};
 use crate::join::token::server_of;
-use holdfast_control::pki::{Pair, client_request, kubeconfig};
+use holdfast_control::pki::{Pair, kubeconfig};
 use holdfast_core::node::join::{AuthorityHash, Token, encode_authority};
 use holdfast_core::node::routes::pod_ranges;
 use holdfast_core::node::signing;
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::client::connect;
 use holdfast_kubeapi::failure::chain;
-use holdfast_kubeapi::signing::{CertificateRequest, obtain};
+use holdfast_kubeapi::signing::{Issued, obtain_for_new_key};
 
 /// How long the agent may take to obtain its certificate.
 const CERTIFICATE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -246,15 +246,10 @@ const PROXY_TIMEOUT: Duration = Duration::from_secs(30);
 async fn prepare_proxy(client: &Client, settings: &Settings) -> anyhow::Result<()> {
     let (dirs, node) = (&settings.dirs, &settings.node_name);
     let user = format!("{}{node}", signing::PROXY_USER);
-    let (key, request) = client_request(&user, signing::PROXY_GROUP)?;
-    let request = CertificateRequest {
-        name: None,
-        signer: signing::PROXY,
-        usages: &["digital signature", "client auth"],
-        request,
-    };
-    let certificate = obtain(client, &request, PROXY_TIMEOUT).await;
-    let certificate = certificate.map_err(|e| {
+    let subject = (signing::PROXY_GROUP, user.as_str());
+    let issued =
+        obtain_for_new_key(client, signing::PROXY_REQUEST, subject, &[], PROXY_TIMEOUT).await;
+    let Issued { certificate, key } = issued.map_err(|e| {
         anyhow::anyhow!("the certificate of the service proxy was not issued: {e}; unless kube-proxy runs on this node, services do not work here until `holdfast join` has run again")
     })?;
     let authority = fs::read_to_string(dirs.agent().join("pki/ca.crt"))?;
