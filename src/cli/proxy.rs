@@ -13,6 +13,10 @@ pub struct ProxyFlags {
     /// The kubeconfig for the apiserver.
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
+    /// The kubeconfig of this node's agent. With its credentials, the proxy renews the client certificate in --kubeconfig before
+    /// the certificate expires. The control plane must be that of `holdfast up` [default: the certificate is not renewed].
+    #[arg(long, value_name = "FILE")]
+    pub node_kubeconfig: Option<PathBuf>,
     /// The node's name [default: the host name].
     #[arg(long, value_name = "NAME")]
     pub hostname_override: Option<String>,
@@ -60,6 +64,7 @@ impl ProxyFlags {
     pub fn overrides(&self) -> holdfast_proxy::Overrides {
         holdfast_proxy::Overrides {
             kubeconfig: self.kubeconfig.clone(),
+            node_kubeconfig: self.node_kubeconfig.clone(),
             hostname: self.hostname_override.clone(),
             table: self.table.clone(),
             dns: self.dns.clone(),

@@ -228,23 +228,6 @@ impl Pki {
     }
 }
 
-/// Creates a key and a request for a client certificate with this subject. Returns both as PEM.
-///
-/// # Errors
-///
-/// The key cannot be generated.
-pub fn client_request(user: &str, group: &str) -> Result<(String, String), rcgen::Error> {
-    let key = KeyPair::generate()?;
-    let mut params = CertificateParams::default();
-    params.distinguished_name = DistinguishedName::new();
-    params
-        .distinguished_name
-        .push(DnType::OrganizationName, group);
-    params.distinguished_name.push(DnType::CommonName, user);
-    let request = params.serialize_request(&key)?.pem()?;
-    Ok((key.serialize_pem(), request))
-}
-
 fn validity(params: &mut CertificateParams) {
     let today = jiff::Timestamp::now().to_zoned(jiff::tz::TimeZone::UTC);
     let day = |offset: i32| {

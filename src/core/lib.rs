@@ -19,6 +19,7 @@ pub mod indexes;
 pub mod json;
 pub mod lock;
 pub mod meta;
+pub mod network;
 pub mod node;
 pub mod pod;
 pub mod policies;

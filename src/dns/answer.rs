@@ -7,8 +7,10 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use hickory_proto::rr::rdata::{A, AAAA, CNAME, HINFO, NS, PTR, SOA, SRV, TXT};
 use hickory_proto::rr::{Name as RecordName, RData, Record};
 
+use holdfast_core::network::Protocol;
+
 use crate::query::Query;
-use crate::records::{Group, Port, Protocol, Records, Service, Target};
+use crate::records::{Group, Port, Records, Service, Target, protocol_of};
 use crate::wire::{self, Name, code, kind};
 
 /// TTL of the cluster's records and of their absence, in seconds: the default of CoreDNS's plugin.
@@ -374,7 +376,7 @@ fn part_node<'a>(service: &'a Service, host: &'a [u8]) -> Node<'a> {
     if matches!(service.target, Target::External(_)) {
         return Node::Absent;
     }
-    let Some(protocol) = Protocol::of_label(host) else {
+    let Some(protocol) = protocol_of(host) else {
         return Node::Service(service, Part::Endpoint(host));
     };
     let has = |ports: &[Port]| {
@@ -390,7 +392,7 @@ fn part_node<'a>(service: &'a Service, host: &'a [u8]) -> Node<'a> {
 }
 
 fn port_node<'a>(service: &'a Service, port: &'a [u8], protocol: &[u8]) -> Node<'a> {
-    match (port.strip_prefix(b"_"), Protocol::of_label(protocol)) {
+    match (port.strip_prefix(b"_"), protocol_of(protocol)) {
         (Some(port), Some(protocol))
             if !matches!(service.target, Target::External(_)) && !port.is_empty() =>
         {

@@ -10,36 +10,15 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::discovery::v1::{Endpoint, EndpointPort, EndpointSlice};
 
+use holdfast_core::network::Protocol;
+
 use crate::wire::{MAX_LABEL, Name};
 
-/// Protocol of a port: `_tcp` and the like in SRV names.
-#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-pub(crate) enum Protocol {
-    Tcp,
-    Udp,
-    Sctp,
-}
-
-impl Protocol {
-    /// An absent protocol is TCP; an unknown one has no SRV records.
-    fn of(text: Option<&str>) -> Option<Protocol> {
-        match text {
-            None | Some("TCP") => Some(Protocol::Tcp),
-            Some("UDP") => Some(Protocol::Udp),
-            Some("SCTP") => Some(Protocol::Sctp),
-            Some(_) => None,
-        }
-    }
-
-    /// The protocol of a label with its underscore.
-    pub(crate) fn of_label(label: &[u8]) -> Option<Protocol> {
-        match label {
-            b"_tcp" => Some(Protocol::Tcp),
-            b"_udp" => Some(Protocol::Udp),
-            b"_sctp" => Some(Protocol::Sctp),
-            _ => None,
-        }
-    }
+/// The protocol of a label of SRV names, such as `_tcp`.
+pub(crate) fn protocol_of(label: &[u8]) -> Option<Protocol> {
+    let name = label.strip_prefix(b"_")?;
+    let mut all = Protocol::ALL.into_iter();
+    all.find(|protocol| protocol.name().as_bytes() == name)
 }
 
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
@@ -137,7 +116,7 @@ impl Service {
 fn port(name: Option<&str>, protocol: Option<&str>, number: i32) -> Option<Port> {
     Some(Port {
         name: name.unwrap_or_default().to_ascii_lowercase().into(),
-        protocol: Protocol::of(protocol)?,
+        protocol: Protocol::parse(protocol)?,
         number: u16::try_from(number).ok()?,
     })
 }

@@ -9,6 +9,7 @@ use k8s_openapi::api::certificates::v1::{
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::PostParams;
 use kube::{Client, ResourceExt as _};
+use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair};
 use tokio::time::Instant;
 
 use super::api::Api;
@@ -29,6 +30,60 @@ pub struct CertificateRequest {
     pub usages: &'static [&'static str],
     /// PKCS#10, PEM.
     pub request: String,
+}
+
+/// Creates a request for a certificate of the user `user` in the group `group`, PKCS#10 in PEM format.
+///
+/// # Errors
+///
+/// A name is no valid text of a certificate.
+pub fn request(
+    key: &KeyPair,
+    (group, user): (&str, &str),
+    names: &[String],
+) -> Result<String, String> {
+    let failed = |e: rcgen::Error| format!("cannot create a certificate request: {e}");
+    let mut params = CertificateParams::new(names.to_vec()).map_err(failed)?;
+    params.distinguished_name = DistinguishedName::new();
+    let subject = &mut params.distinguished_name;
+    subject.push(DnType::OrganizationName, group);
+    subject.push(DnType::CommonName, user);
+    let request = params.serialize_request(key).and_then(|r| r.pem());
+    request.map_err(failed)
+}
+
+/// A certificate with its key; both are PEM.
+pub struct Issued {
+    /// The certificate.
+    pub certificate: String,
+    /// The key.
+    pub key: String,
+}
+
+/// Requests a certificate for a new key from `signer`, and waits at most `limit` for it. `subject` is the group and the user.
+///
+/// # Errors
+///
+/// The apiserver refuses the request, or the signer does not answer in time.
+pub async fn obtain_for_new_key(
+    client: &Client,
+    (signer, usages): (&'static str, &'static [&'static str]),
+    subject: (&str, &str),
+    names: &[String],
+    limit: Duration,
+) -> Result<Issued, String> {
+    let key = KeyPair::generate().map_err(|e| format!("cannot generate a key: {e}"))?;
+    let wanted = CertificateRequest {
+        name: None,
+        signer,
+        usages,
+        request: request(&key, subject, names)?,
+    };
+    let certificate = obtain(client, &wanted, limit).await;
+    Ok(Issued {
+        certificate: certificate.map_err(|e| e.to_string())?,
+        key: key.serialize_pem(),
+    })
 }
 
 /// Creates the request and waits at most `limit` for the certificate, which is PEM.

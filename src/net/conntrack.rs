@@ -170,7 +170,7 @@ impl Conntrack {
     ///
     /// # Errors
     ///
-    /// This process may not read or change the table.
+    /// This process may not read or change the table, or the kernel rejects a deletion. The other flows are deleted nevertheless.
     pub fn delete(
         &mut self,
         v4: bool,
@@ -179,6 +179,7 @@ impl Conntrack {
         /// Flows that are listed at a time, so that the memory is bounded.
         const AT_A_TIME: usize = 10_000;
         let mut deleted: usize = 0;
+        let mut first_error = Ok(());
         loop {
             let before = deleted;
             let found = self.flows(v4, AT_A_TIME, &mut selects)?;
@@ -189,12 +190,12 @@ impl Conntrack {
                 match self.0.execute(message) {
                     Ok(()) => deleted = deleted.saturating_add(1),
                     Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                    Err(error) => return Err(error),
+                    Err(error) => first_error = first_error.and(Err(error)),
                 }
             }
             // Without progress, the same flows would be listed indefinitely.
             if !found.is_partial || deleted == before {
-                return Ok(deleted);
+                return first_error.map(|()| deleted);
             }
         }
     }

@@ -149,6 +149,8 @@ pub enum ConfigError {
 pub struct Overrides {
     /// `--kubeconfig`.
     pub kubeconfig: Option<PathBuf>,
+    /// `--node-kubeconfig`: the kubeconfig of this node's agent.
+    pub node_kubeconfig: Option<PathBuf>,
     /// `--hostname-override`.
     pub hostname: Option<String>,
     /// `--table`: the name of the nftables tables.
@@ -176,6 +178,8 @@ pub struct Overrides {
 pub struct Config {
     /// The kubeconfig of the apiserver.
     pub(crate) kubeconfig: PathBuf,
+    /// The kubeconfig of this node's agent, for the renewal of the certificate in `kubeconfig`; `None` for no renewal.
+    pub(crate) node_kubeconfig: Option<PathBuf>,
     /// The name of this node.
     pub(crate) node_name: String,
     /// The name of the nftables tables.
@@ -398,6 +402,7 @@ impl Document {
         };
         Ok(Config {
             kubeconfig: kubeconfig.ok_or(ConfigError::NoKubeconfig)?,
+            node_kubeconfig: overrides.node_kubeconfig.clone(),
             // The Node's name is in lower case (`nodeutil.GetHostname`).
             node_name: name.trim().to_ascii_lowercase(),
             table: table(&overrides.table)?,

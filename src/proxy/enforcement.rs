@@ -1,16 +1,18 @@
 //! The thread that enforces network policies. Watches report changes; the thread writes all that have arrived as one transaction, and
-//! audits the table in between.
+//! audits the table at fixed times.
+//!
+//! A change is written at once, or after the short pause that follows the previous transaction, so a policy is enforced within
+//! 100 ms of its arrival even if pods change all the time.
 
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::{Namespace, Pod};
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::runtime::watcher;
 
-use holdfast_core::backoff::Doubling;
 use holdfast_core::policies::PodFacts;
 use holdfast_kubeapi::cache::{Changes, Key};
 use holdfast_kubeapi::{Api, Cache};
@@ -19,9 +21,13 @@ use crate::caches::{Caches, unpack};
 use crate::config::Config;
 use crate::packed::Packed;
 use crate::policies::PolicyPlane;
+use crate::timetable::{Step, Timetable};
 
-/// Delays before a failed transaction is repeated.
-const RETRIES: Doubling = Doubling::new(Duration::from_millis(100), Duration::from_secs(5));
+/// The maximum pause after a transaction. Usually the pause is as long as the transaction was, so that pods that change all the
+/// time take half a processor at most.
+const MAX_PAUSE: Duration = Duration::from_millis(40);
+/// Maximum number of changes that are taken before the next step.
+const MAX_TOGETHER: usize = 10_000;
 /// The namespace and the labels by which policies allow traffic to the cluster's DNS, as kubeadm sets them.
 const DNS: (&str, &str, [(&str, &str); 1]) = ("kube-system", "kube-dns", [("k8s-app", "kube-dns")]);
 
@@ -62,60 +68,138 @@ fn dns_server(addresses: &[IpAddr]) -> PodFacts {
     }
 }
 
-fn take(plane: &mut PolicyPlane, change: Change, is_synced: &mut bool) {
-    match change {
-        Change::Policy((namespace, name), policy) => {
-            plane.set_policy(&namespace, &name, policy.as_deref());
+/// The rules of network policies in the kernel.
+trait Rules {
+    /// Takes a change. Nothing reaches the kernel before a commit or an audit.
+    fn take(&mut self, change: Change);
+
+    /// Writes the changes since the last commit as one transaction, or all rules after a failure.
+    fn commit(&mut self) -> Result<(), String>;
+
+    /// Commits, compares the rules in the kernel with the desired ones, and repairs them. Returns whether they differed.
+    fn audit(&mut self) -> Result<bool, String>;
+}
+
+impl Rules for PolicyPlane {
+    fn take(&mut self, change: Change) {
+        match change {
+            Change::Policy((namespace, name), policy) => {
+                self.set_policy(&namespace, &name, policy.as_deref());
+            }
+            Change::Pod((namespace, name), packed) => {
+                let pod = packed.and_then(|packed| unpack(&packed));
+                self.set_pod(&namespace, &name, pod.as_ref());
+            }
+            Change::Namespace(name, namespace) => {
+                let namespace = namespace.and_then(|packed| unpack(&packed));
+                let labels = namespace.map(|n: Namespace| n.metadata.labels.unwrap_or_default());
+                self.set_namespace(&name, labels);
+            }
+            Change::Synced => {}
         }
-        Change::Pod((namespace, name), packed) => {
-            let pod = packed.and_then(|packed| unpack(&packed));
-            plane.set_pod(&namespace, &name, pod.as_ref());
-        }
-        Change::Namespace(name, namespace) => {
-            let namespace = namespace.and_then(|packed| unpack(&packed));
-            let labels = namespace.map(|n: Namespace| n.metadata.labels.unwrap_or_default());
-            plane.set_namespace(&name, labels);
-        }
-        Change::Synced => *is_synced = true,
+    }
+
+    fn commit(&mut self) -> Result<(), String> {
+        let committed = PolicyPlane::commit(self);
+        committed.map(drop).map_err(|error| error.to_string())
+    }
+
+    fn audit(&mut self) -> Result<bool, String> {
+        PolicyPlane::audit(self).map_err(|error| error.to_string())
     }
 }
 
-/// Takes changes until the inbox is closed.
-fn work(plane: &mut PolicyPlane, changes: &Receiver<Change>, interval: Duration) {
-    let (mut is_synced, mut failures) = (false, 0);
-    loop {
-        let wait = match failures {
-            0 => interval,
-            failures => RETRIES.after(failures),
-        };
-        let mut is_audit = false;
-        match changes.recv_timeout(wait) {
-            Ok(change) => take(plane, change, &mut is_synced),
-            Err(RecvTimeoutError::Timeout) => is_audit = true,
-            Err(RecvTimeoutError::Disconnected) => return,
+/// Logs a failure.
+fn log_failure(error: &str, step: &'static str) {
+    tracing::warn!(
+        error,
+        step,
+        "writing or auditing the rules of network policies failed; retrying"
+    );
+}
+
+/// The thread's state.
+struct Work<'a> {
+    rules: &'a mut dyn Rules,
+    times: Timetable,
+    /// Whether the first complete lists have arrived.
+    is_synced: bool,
+    /// Whether changes were taken that are not committed.
+    has_changes: bool,
+}
+
+impl Work<'_> {
+    fn take(&mut self, change: Change) {
+        self.is_synced |= matches!(change, Change::Synced);
+        self.rules.take(change);
+        self.has_changes = true;
+    }
+
+    fn commit(&mut self) {
+        let begun = Instant::now();
+        let committed = self.rules.commit();
+        let now = Instant::now();
+        match committed {
+            Ok(()) => {
+                self.has_changes = false;
+                self.times
+                    .written(now, now.duration_since(begun).min(MAX_PAUSE));
+            }
+            Err(error) => {
+                log_failure(&error, "commit");
+                self.times.write_failed(now);
+            }
         }
-        for change in changes.try_iter() {
-            take(plane, change, &mut is_synced);
-        }
-        if !is_synced {
-            continue;
-        }
-        let result = match is_audit && failures == 0 {
-            true => plane.audit().map(|repaired| {
+    }
+
+    fn audit(&mut self) {
+        let audited = self.rules.audit();
+        let now = Instant::now();
+        match audited {
+            Ok(repaired) => {
                 if repaired {
                     tracing::warn!(
                         "another program has changed the rules of network policies; repaired"
                     );
                 }
-            }),
-            false => plane.commit().map(drop),
-        };
-        match result {
-            Ok(()) => failures = 0,
-            Err(error) => {
-                failures = failures.saturating_add(1);
-                tracing::warn!(%error, failures, "writing the rules of network policies failed; retrying");
+                self.has_changes = false;
+                self.times.audited(now);
             }
+            Err(error) => {
+                log_failure(&error, "audit");
+                self.times.audit_failed(now);
+            }
+        }
+    }
+}
+
+/// Works until the inbox is closed.
+fn work(rules: &mut dyn Rules, changes: &Receiver<Change>, audit_interval: Duration) {
+    let mut work = Work {
+        rules,
+        times: Timetable::new(Instant::now(), audit_interval),
+        is_synced: false,
+        has_changes: false,
+    };
+    loop {
+        let now = Instant::now();
+        let step = match work.is_synced {
+            true => work.times.step(now, work.has_changes),
+            // Rules of half a list would break connections to the other half.
+            false => Step::Wait(now + audit_interval),
+        };
+        match step {
+            Step::Write => work.commit(),
+            Step::Audit => work.audit(),
+            Step::Wait(until) => match changes.recv_timeout(until.saturating_duration_since(now)) {
+                Ok(change) => work.take(change),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+            },
+        }
+        // The changes that arrived meanwhile belong to the next transaction.
+        for change in changes.try_iter().take(MAX_TOGETHER) {
+            work.take(change);
         }
     }
 }
@@ -163,3 +247,7 @@ pub(crate) async fn run(
     }
     Err("the thread of network policies ended".to_owned())
 }
+
+#[cfg(test)]
+#[path = "enforcement_tests.rs"]
+mod tests;

@@ -8,6 +8,7 @@ mod address;
 mod bridge;
 mod caches;
 mod config;
+mod credentials;
 mod enforcement;
 mod events;
 mod health;
@@ -21,6 +22,7 @@ pub mod routes;
 mod routing;
 mod run;
 pub mod services;
+mod timetable;
 
 pub use config::{Config, ConfigError, Overrides};
 pub use run::{RunError, cleanup, run};

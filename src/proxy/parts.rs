@@ -12,7 +12,7 @@ use holdfast_dns::Zone;
 use holdfast_kubeapi::cache::Key;
 
 use crate::config::Config;
-use crate::plane::{Plane, Records};
+use crate::plane::{Audited, FlowsLeft, Plane, Records};
 use crate::services::{DataPlane, Settings};
 
 /// The port of DNS.
@@ -56,15 +56,18 @@ impl Plane for DataPlane {
         DataPlane::set_service(self, namespace, name, service, slices);
     }
 
-    fn commit(&mut self) -> Result<(), String> {
-        let committed = DataPlane::commit(self);
-        committed.map(drop).map_err(|error| error.to_string())
+    fn commit(&mut self) -> Result<Option<FlowsLeft>, String> {
+        let committed = DataPlane::commit(self).map_err(|error| error.to_string())?;
+        Ok(committed.flows_left.map(FlowsLeft))
     }
 
-    fn audit(&mut self) -> Result<Option<String>, String> {
+    fn audit(&mut self) -> Result<Audited, String> {
         let repaired = DataPlane::audit(self).map_err(|error| error.to_string())?;
         let found = repaired.differences;
-        Ok((!found.is_empty()).then(|| found.join("; ")))
+        Ok(Audited {
+            repaired: (!found.is_empty()).then(|| found.join("; ")),
+            flows_left: repaired.flows_left.map(FlowsLeft),
+        })
     }
 
     fn health_checks(&self) -> Vec<HealthCheck> {

@@ -1,5 +1,5 @@
 //! The thread that changes the kernel. It takes changed services from the inbox, hands them to the data plane and to the DNS
-//! zone, commits all of them as one transaction, and audits the rules in between.
+//! zone, commits all of them as one transaction, and audits the rules at fixed times.
 //!
 //! A change waits until the pause after the previous transaction is over. The pause is proportional to the transaction's
 //! duration, so that a flood of changes takes a tenth of a processor at most, and a single change is committed at once.
@@ -12,10 +12,11 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Service;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 
-use holdfast_core::backoff::Doubling;
 use holdfast_core::lock::lock;
 use holdfast_core::services::{HealthCheck, NodeFacts};
 use holdfast_kubeapi::cache::Key;
+
+use crate::timetable::{Step, Timetable};
 
 /// The minimum pause after a transaction.
 const MIN_PAUSE: Duration = Duration::from_millis(10);
@@ -23,12 +24,23 @@ const MIN_PAUSE: Duration = Duration::from_millis(10);
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 /// A transaction's duration is multiplied by this for the pause after it.
 const PAUSE_FACTOR: u32 = 9;
-/// Delays before a failed transaction is repeated.
-const RETRIES: Doubling = Doubling::new(Duration::from_millis(100), Duration::from_secs(5));
 /// Maximum number of remembered trigger times between two transactions; more are not measured.
 const MAX_TRIGGERS: usize = 10_000;
 /// Maximum number of services whose problems are logged.
 const MAX_PROBLEMS: usize = 1000;
+
+/// Why outdated flows could not be deleted: connection tracking may be busy, or not available. The rules are in place
+/// nevertheless, and the next commit or audit tries again.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct FlowsLeft(pub(crate) String);
+
+/// What an audit has found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Audited {
+    /// The repaired differences, as a text; `None` if there were none.
+    pub(crate) repaired: Option<String>,
+    pub(crate) flows_left: Option<FlowsLeft>,
+}
 
 /// The rules in the kernel.
 pub(crate) trait Plane {
@@ -38,11 +50,11 @@ pub(crate) trait Plane {
     /// Sets a service with all its slices; `None` if it was deleted.
     fn set_service(&mut self, key: &Key, service: Option<&Service>, slices: &[Arc<EndpointSlice>]);
 
-    /// Commits all changes since the last commit as one transaction.
-    fn commit(&mut self) -> Result<(), String>;
+    /// Commits all changes since the last commit as one transaction, and deletes outdated flows. An error is about the rules.
+    fn commit(&mut self) -> Result<Option<FlowsLeft>, String>;
 
-    /// Compares the rules in the kernel with the desired ones and repairs them. Returns what was repaired.
-    fn audit(&mut self) -> Result<Option<String>, String>;
+    /// Commits, compares the rules in the kernel with the desired ones, and repairs them. An error is about the rules.
+    fn audit(&mut self) -> Result<Audited, String>;
 
     /// The health check ports.
     fn health_checks(&self) -> Vec<HealthCheck>;
@@ -89,6 +101,8 @@ pub(crate) enum Report {
     },
     /// A transaction or an audit failed and is repeated.
     Failed(String),
+    /// The rules are in place, but deleting outdated flows failed and is repeated.
+    FlowsLeft(String),
     /// An audit has repaired the rules.
     Repaired(String),
 }
@@ -190,36 +204,35 @@ impl Inbox {
         lock(&self.pending).working_since = None;
     }
 
-    /// Waits for changes, but not until `audit_at`; takes no changes before `not_before`. With `retry`, there is work at
-    /// `not_before` without changes, too.
-    fn next(&self, not_before: Instant, audit_at: Instant, retry: bool) -> Next {
+    /// Waits until a step is due.
+    fn next(&self, times: &Timetable) -> Next {
         let mut pending = lock(&self.pending);
         loop {
             let now = Instant::now();
             if pending.stopped {
                 return Next::Stop;
             }
-            let is_due = pending.synced && (pending.since.is_some() || retry);
-            if is_due && now >= not_before {
-                let since = pending.since.take();
-                pending.working_since = pending.working_since.or(since);
-                return Next::Changes(Taken {
-                    services: std::mem::take(&mut pending.services),
-                    namespaces: std::mem::take(&mut pending.namespaces),
-                    node: std::mem::take(&mut pending.node),
-                    triggers: std::mem::take(&mut pending.triggers),
-                });
-            }
-            // Before the lists have arrived, there is nothing to compare the rules with.
-            if pending.synced && now >= audit_at && !retry {
-                return Next::Audit;
-            }
-            let until = match (pending.synced, is_due) {
-                (false, _) => now + MAX_PAUSE,
-                (true, true) => not_before,
-                (true, false) => audit_at,
+            let step = match pending.synced {
+                true => times.step(now, pending.since.is_some()),
+                // Before the lists have arrived, there is nothing to write, and nothing to compare the rules with.
+                false => Step::Wait(now + MAX_PAUSE),
             };
-            pending = self.wait(pending, until.saturating_duration_since(now));
+            match step {
+                Step::Audit => return Next::Audit,
+                Step::Write => {
+                    let since = pending.since.take();
+                    pending.working_since = pending.working_since.or(since);
+                    return Next::Changes(Taken {
+                        services: std::mem::take(&mut pending.services),
+                        namespaces: std::mem::take(&mut pending.namespaces),
+                        node: std::mem::take(&mut pending.node),
+                        triggers: std::mem::take(&mut pending.triggers),
+                    });
+                }
+                Step::Wait(until) => {
+                    pending = self.wait(pending, until.saturating_duration_since(now));
+                }
+            }
         }
     }
 
@@ -248,11 +261,25 @@ fn pause_after(took: Duration, min_sync_period: Duration) -> Duration {
     share.clamp(MIN_PAUSE, MAX_PAUSE).max(min_sync_period)
 }
 
-/// Audits the rules. Returns what there is to report.
-fn audit(plane: &mut dyn Plane) -> Option<Report> {
-    match plane.audit() {
-        Err(why) => Some(Report::Failed(why)),
-        Ok(repaired) => repaired.map(Report::Repaired),
+/// Audits the rules, and sets the time of the next audit. Returns what to report.
+fn audit(plane: &mut dyn Plane, times: &mut Timetable) -> Vec<Report> {
+    let audited = plane.audit();
+    let now = Instant::now();
+    match audited {
+        Err(why) => {
+            times.audit_failed(now);
+            vec![Report::Failed(why)]
+        }
+        Ok(audited) => {
+            match audited.flows_left {
+                Some(_) => times.audit_failed(now),
+                None => times.audited(now),
+            }
+            let repaired = audited.repaired.map(Report::Repaired);
+            let left = audited.flows_left;
+            let left = left.map(|FlowsLeft(why)| Report::FlowsLeft(why));
+            repaired.into_iter().chain(left).collect()
+        }
     }
 }
 
@@ -266,12 +293,11 @@ pub(crate) fn work(
     hooks: (&dyn Fn(), &dyn Fn(Report) -> bool),
 ) {
     let (before_commit, report) = hooks;
-    let (mut not_before, mut audit_at) = (Instant::now(), Instant::now() + pace.audit_interval);
-    let (mut retries, mut retry, mut is_first) = (RETRIES, false, true);
-    let mut triggers = vec![];
+    let mut times = Timetable::new(Instant::now(), pace.audit_interval);
+    let (mut is_first, mut triggers) = (true, vec![]);
     let mut problems = BTreeMap::new();
     loop {
-        let is_received = match inbox.next(not_before, audit_at, retry) {
+        let is_received = match inbox.next(&times) {
             Next::Stop => return,
             Next::Changes(mut taken) => {
                 let begun = Instant::now();
@@ -286,30 +312,34 @@ pub(crate) fn work(
                 before_commit();
                 let committed = plane.commit();
                 let took = begun.elapsed();
-                retry = committed.is_err();
-                let pause = match &committed {
-                    Ok(()) => pause_after(took, pace.min_sync_period),
-                    Err(_) => retries.pause(),
-                };
-                not_before = Instant::now() + pause;
                 match committed {
-                    Err(why) => report(Report::Failed(why)),
-                    Ok(()) => {
-                        retries.reset();
+                    Err(why) => {
+                        times.write_failed(Instant::now());
+                        report(Report::Failed(why))
+                    }
+                    Ok(flows_left) => {
+                        let (now, pause) =
+                            (Instant::now(), pause_after(took, pace.min_sync_period));
+                        times.written(now, pause);
+                        if flows_left.is_some() {
+                            times.audit_early(now);
+                        }
                         inbox.done();
-                        report(Report::Committed {
+                        let committed = Report::Committed {
                             took,
                             triggers: std::mem::take(&mut triggers),
                             health_checks: plane.health_checks(),
-                        })
+                        };
+                        report(committed)
+                            && flows_left
+                                .is_none_or(|FlowsLeft(why)| report(Report::FlowsLeft(why)))
                     }
                 }
             }
             Next::Audit => {
                 before_commit();
-                let audited = audit(plane);
-                audit_at = Instant::now() + pace.audit_interval;
-                audited.is_none_or(report)
+                let reports = audit(plane, &mut times);
+                reports.into_iter().all(report)
             }
         };
         if !is_received {

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
 
 use super::*;
+use crate::timetable::RETRIES;
 
 type Committed = BTreeMap<Key, usize>;
 
@@ -15,8 +16,17 @@ struct Fake {
     committed: Arc<Mutex<Committed>>,
     nodes: Arc<AtomicUsize>,
     fails: Arc<AtomicBool>,
+    audits_fail: Arc<AtomicBool>,
+    flows_fail: Arc<AtomicBool>,
     flushed: Arc<AtomicBool>,
     commit_takes: Duration,
+}
+
+impl Fake {
+    fn flows_left(&self) -> Option<FlowsLeft> {
+        let fails = self.flows_fail.load(Ordering::SeqCst);
+        fails.then(|| FlowsLeft("no buffer space available".into()))
+    }
 }
 
 impl Plane for Fake {
@@ -31,18 +41,24 @@ impl Plane for Fake {
         };
     }
 
-    fn commit(&mut self) -> Result<(), String> {
+    fn commit(&mut self) -> Result<Option<FlowsLeft>, String> {
         std::thread::sleep(self.commit_takes);
         if self.fails.load(Ordering::SeqCst) {
             return Err("the kernel refuses".into());
         }
         self.staged.clone_into(&mut lock(&self.committed));
-        Ok(())
+        Ok(self.flows_left())
     }
 
-    fn audit(&mut self) -> Result<Option<String>, String> {
+    fn audit(&mut self) -> Result<Audited, String> {
+        if self.audits_fail.load(Ordering::SeqCst) {
+            return Err("the table cannot be read".into());
+        }
         let flushed = self.flushed.swap(false, Ordering::SeqCst);
-        Ok(flushed.then(|| "the table".to_owned()))
+        Ok(Audited {
+            repaired: flushed.then(|| "the table".to_owned()),
+            flows_left: self.flows_left(),
+        })
     }
 
     fn health_checks(&self) -> Vec<HealthCheck> {
@@ -103,6 +119,8 @@ struct Run {
     zone: Arc<Zone>,
     committed: Arc<Mutex<Committed>>,
     fails: Arc<AtomicBool>,
+    audits_fail: Arc<AtomicBool>,
+    flows_fail: Arc<AtomicBool>,
     flushed: Arc<AtomicBool>,
     nodes: Arc<AtomicUsize>,
     reports: mpsc::Receiver<Report>,
@@ -128,6 +146,8 @@ impl Run {
             zone: Arc::clone(&zone),
             committed: Arc::clone(&fake.committed),
             fails: Arc::clone(&fake.fails),
+            audits_fail: Arc::clone(&fake.audits_fail),
+            flows_fail: Arc::clone(&fake.flows_fail),
             flushed: Arc::clone(&fake.flushed),
             nodes: Arc::clone(&fake.nodes),
             reports,
@@ -243,6 +263,102 @@ fn foreign_changes_are_repaired_by_an_audit() {
             other => panic!("{other:?}"),
         }
     }
+}
+
+#[test]
+fn audits_happen_while_changes_wait_for_their_pause() {
+    let pace = Pace {
+        audit_interval: Duration::from_millis(50),
+        min_sync_period: Duration::from_secs(3600),
+    };
+    let run = Run::start(Duration::ZERO, pace);
+    run.inbox.set_synced();
+    assert!(matches!(run.report(), Report::Committed { .. }));
+    run.change("a", Some(1));
+    for _ in 0..2 {
+        run.flushed.store(true, Ordering::SeqCst);
+        assert!(matches!(run.report(), Report::Repaired(_)));
+    }
+    assert!(run.inbox.oldest().is_some(), "the change still waits");
+}
+
+#[test]
+fn audits_happen_while_changes_arrive() {
+    let pace = Pace {
+        audit_interval: Duration::from_millis(50),
+        ..PACE
+    };
+    let run = Run::start(Duration::ZERO, pace);
+    run.inbox.set_synced();
+    let (begun, mut number, mut repaired) = (Instant::now(), 0, 0);
+    while repaired < 3 {
+        assert!(begun.elapsed() < Duration::from_secs(30), "{repaired}");
+        number += 1;
+        run.flushed.store(true, Ordering::SeqCst);
+        run.change("a", Some(number % 10));
+        std::thread::sleep(Duration::from_millis(1));
+        for report in run.reports.try_iter() {
+            repaired += usize::from(matches!(report, Report::Repaired(_)));
+        }
+    }
+}
+
+#[test]
+fn a_failed_audit_is_repeated_and_delays_no_changes() {
+    let pace = Pace {
+        audit_interval: Duration::from_secs(2),
+        ..PACE
+    };
+    let run = Run::start(Duration::ZERO, pace);
+    run.audits_fail.store(true, Ordering::SeqCst);
+    run.inbox.set_synced();
+    assert!(matches!(run.report(), Report::Committed { .. }));
+    assert!(matches!(run.report(), Report::Failed(_)));
+    let mut retries = RETRIES;
+    for _ in 0..3 {
+        let begun = Instant::now();
+        assert!(matches!(run.report(), Report::Failed(_)));
+        // A little less than the delay, because the report arrives after the failure.
+        let (pause, expected) = (begun.elapsed(), retries.pause());
+        assert!(pause > expected / 2, "{pause:?} of {expected:?}");
+        assert!(pause < Duration::from_secs(2), "{pause:?}");
+    }
+    // The next audit is 0.8 s away.
+    run.change("a", Some(7));
+    assert!(matches!(run.report(), Report::Committed { .. }));
+    run.audits_fail.store(false, Ordering::SeqCst);
+    run.flushed.store(true, Ordering::SeqCst);
+    assert!(matches!(run.report(), Report::Repaired(_)));
+}
+
+#[test]
+fn flows_that_cannot_be_deleted_delay_no_rules_and_no_audit() {
+    let run = Run::start(Duration::ZERO, PACE);
+    run.flows_fail.store(true, Ordering::SeqCst);
+    run.inbox.set_synced();
+    assert!(matches!(run.report(), Report::Committed { .. }));
+    assert!(matches!(run.report(), Report::FlowsLeft(_)));
+    // The next audit tries again long before its interval has passed, and repairs rules, too.
+    run.flushed.store(true, Ordering::SeqCst);
+    assert!(matches!(run.report(), Report::Repaired(_)));
+    assert!(matches!(run.report(), Report::FlowsLeft(_)));
+    let (begun, mut number) = (Instant::now(), 0);
+    while number < 5 {
+        number += 1;
+        run.change("a", Some(number));
+        while lock(&run.committed).get(&name("a")) != Some(&number) {
+            assert!(begun.elapsed() < Duration::from_secs(30), "{number}");
+            run.report();
+        }
+    }
+    let took = begun.elapsed();
+    assert!(took < Duration::from_secs(5), "{took:?} for five changes");
+    run.flows_fail.store(false, Ordering::SeqCst);
+    run.change("a", Some(100));
+    while lock(&run.committed).get(&name("a")) != Some(&100) {
+        run.report();
+    }
+    assert_eq!(run.inbox.oldest(), None, "health does not depend on flows");
 }
 
 #[test]

@@ -19,7 +19,7 @@ use crate::pages::{self, Facts, Page, ServicePorts};
 use crate::parts::{self, Dns};
 use crate::plane::{self, Inbox, Pace, Records, Report};
 use crate::policies::PolicyPlane;
-use crate::{address, bridge, enforcement, routing};
+use crate::{address, bridge, credentials, enforcement, routing};
 
 /// Maximum number of reports that wait for this task.
 const REPORTS: usize = 64;
@@ -106,6 +106,7 @@ pub async fn run(config: Config, stop: CancellationToken) -> Result<(), RunError
         result = serve_all_pages(&config, &facts) => result,
         result = Box::pin(enforce(&client, &config, &caches)) => result,
         result = keep_routes(&client, &config) => result,
+        never = credentials::keep_renewed(&config) => match never {},
         result = Box::pin(work) => result,
     };
     holdfast_sys::service::stopping();
@@ -338,6 +339,15 @@ impl Main {
                         why,
                         unlogged,
                         "changing the rules of services failed; retrying"
+                    );
+                }
+            }
+            Report::FlowsLeft(why) => {
+                if let Some(unlogged) = self.failures.record("flows", &why, now) {
+                    tracing::warn!(
+                        why,
+                        unlogged,
+                        "deleting outdated flows of UDP from connection tracking failed, so clients may send to removed endpoints; retrying"
                     );
                 }
             }

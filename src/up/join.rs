@@ -23,14 +23,14 @@ use super::{
 };
 use crate::join::discovery::{Discovered, Target, discover};
 use crate::join::token::server_of;
-use holdfast_control::pki::{Pair, client_request, kubeconfig};
+use holdfast_control::pki::{Pair, kubeconfig};
 use holdfast_core::node::join::{AuthorityHash, Token, encode_authority};
 use holdfast_core::node::routes::pod_ranges;
 use holdfast_core::node::signing;
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::client::connect;
 use holdfast_kubeapi::failure::chain;
-use holdfast_kubeapi::signing::{CertificateRequest, obtain};
+use holdfast_kubeapi::signing::{Issued, obtain_for_new_key};
 
 /// How long the agent may take to obtain its certificate.
 const CERTIFICATE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -132,10 +132,8 @@ fn dns(kubelet_config: &str) -> Option<(Vec<String>, String)> {
 }
 
 /// Reads the cluster's settings for agents.
-async fn kubelet_config(kubeconfig: &Path) -> anyhow::Result<(Vec<String>, String)> {
-    let client = connect(kubeconfig).await?;
-    let api: Api<ConfigMap> = Api::namespaced(client, "kube-system");
-    let map = api.get("kubelet-config").await.map_err(|e| {
+async fn kubelet_config(maps: &Api<ConfigMap>) -> anyhow::Result<(Vec<String>, String)> {
+    let map = maps.get("kubelet-config").await.map_err(|e| {
         let remedy = match holdfast_kubeapi::client::code(&e) {
             Some(401) => "the credentials have expired; pass a new --token of `holdfast token create`",
             Some(_) => "restart the control plane, which writes it, or run `kubeadm init phase upload-config kubelet`",
@@ -162,9 +160,8 @@ fn networking(configuration: &str) -> Option<(Vec<IpNet>, Vec<IpNet>)> {
 }
 
 /// Reads the cluster's ranges; `None` if the cluster does not publish them.
-async fn cluster_ranges(kubeconfig: &Path) -> anyhow::Result<Option<(Vec<IpNet>, Vec<IpNet>)>> {
-    let api: Api<ConfigMap> = Api::namespaced(connect(kubeconfig).await?, "kube-system");
-    let map = match api.get("kubeadm-config").await {
+async fn cluster_ranges(maps: &Api<ConfigMap>) -> anyhow::Result<Option<(Vec<IpNet>, Vec<IpNet>)>> {
+    let map = match maps.get("kubeadm-config").await {
         Ok(map) => map,
         Err(error) if matches!(holdfast_kubeapi::client::code(&error), Some(403 | 404)) => {
             return Ok(None);
@@ -249,15 +246,10 @@ const PROXY_TIMEOUT: Duration = Duration::from_secs(30);
 async fn prepare_proxy(client: &Client, settings: &Settings) -> anyhow::Result<()> {
     let (dirs, node) = (&settings.dirs, &settings.node_name);
     let user = format!("{}{node}", signing::PROXY_USER);
-    let (key, request) = client_request(&user, signing::PROXY_GROUP)?;
-    let request = CertificateRequest {
-        name: None,
-        signer: signing::PROXY,
-        usages: &["digital signature", "client auth"],
-        request,
-    };
-    let certificate = obtain(client, &request, PROXY_TIMEOUT).await;
-    let certificate = certificate.map_err(|e| {
+    let subject = (signing::PROXY_GROUP, user.as_str());
+    let issued =
+        obtain_for_new_key(client, signing::PROXY_REQUEST, subject, &[], PROXY_TIMEOUT).await;
+    let Issued { certificate, key } = issued.map_err(|e| {
         anyhow::anyhow!("the certificate of the service proxy was not issued: {e}; unless kube-proxy runs on this node, services do not work here until `holdfast join` has run again")
     })?;
     let authority = fs::read_to_string(dirs.agent().join("pki/ca.crt"))?;
@@ -308,8 +300,9 @@ pub async fn join(
         credentials.exists(),
         "--token is required: this machine has no certificate of the cluster yet; `holdfast token create --print-join` on the machine of the control plane prints the command"
     );
-    let (cluster_dns, cluster_domain) = kubelet_config(&credentials).await?;
-    if let Some((service, cluster)) = cluster_ranges(&credentials).await? {
+    let maps = Api::namespaced(connect(&credentials).await?, "kube-system");
+    let (cluster_dns, cluster_domain) = kubelet_config(&maps).await?;
+    if let Some((service, cluster)) = cluster_ranges(&maps).await? {
         (settings.ranges.service, settings.ranges.cluster) = (service, cluster);
     }
     settings.join = Some(node_file(&dirs));

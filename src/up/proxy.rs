@@ -45,6 +45,9 @@ pub(super) fn start(settings: &Settings, component: &Component) -> anyhow::Resul
         format!("--metrics-bind-address={metrics}"),
     ];
     let dns = settings.ranges.dns();
+    // The proxy of the control plane's machine has a certificate for ten years.
+    let node = settings.join.iter();
+    arguments.extend(node.map(|file| format!("--node-kubeconfig={}", file.display())));
     arguments.extend(dns.map(|address| format!("--dns={address}")));
     component.start_supervised(&std::env::current_exe()?, &arguments)
 }

@@ -5,7 +5,10 @@
 use crate::support;
 
 use std::process::{Command, Output};
+use std::time::Duration;
 
+use holdfast_control::pki::{Pair, kubeconfig};
+use holdfast_core::node::signing;
 use support::{Cluster, command_with_timeout, holdfast};
 
 /// The network of the test, between the first machine (.1) and the second (.2).
@@ -118,6 +121,7 @@ fn a_second_machine_joins_with_a_token() {
     assert!(output.status.success(), "{}", text(&output));
     assert!(text(&output).contains("node second is Ready"), "{output:?}");
     the_second_node_runs_pods(&cluster, &machine);
+    the_proxy_renews_its_certificate(&cluster, &machine);
 
     // The token is not needed any more.
     cluster.holdfast(&["token", "delete", words[3]]);
@@ -158,4 +162,70 @@ fn the_second_node_runs_pods(cluster: &Cluster, machine: &Machine) {
         output.status.success()
     });
     cluster.kubectl(&["delete", "pod", "there"]);
+}
+
+/// A certificate of the proxy that expires soon, signed by the cluster.
+fn expiring(cluster: &Cluster, seconds: i64) -> Pair {
+    let now = jiff::Timestamp::now().as_second();
+    let at = |second: i64| {
+        rcgen::date_time_ymd(1970, 1, 1) + Duration::from_secs(u64::try_from(second).unwrap())
+    };
+    let mut params = rcgen::CertificateParams::default();
+    let subject = &mut params.distinguished_name;
+    subject.push(rcgen::DnType::OrganizationName, signing::PROXY_GROUP);
+    let user = format!("{}second", signing::PROXY_USER);
+    subject.push(rcgen::DnType::CommonName, user);
+    params.extended_key_usages = vec![rcgen::ExtendedKeyUsagePurpose::ClientAuth];
+    (params.not_before, params.not_after) = (at(now - 10_000), at(now + seconds));
+    let pki = cluster.data().join("control/pki");
+    let read = |name: &str| std::fs::read_to_string(pki.join(name)).unwrap();
+    let authority = rcgen::KeyPair::from_pem(&read("ca.key")).unwrap();
+    let issuer = rcgen::Issuer::from_ca_cert_pem(&read("ca.crt"), authority).unwrap();
+    let key = rcgen::KeyPair::generate().unwrap();
+    Pair {
+        certificate: params.signed_by(&key, &issuer).unwrap().pem(),
+        key: key.serialize_pem(),
+    }
+}
+
+/// The proxy replaces a certificate that expires soon, and follows changes after its end.
+fn the_proxy_renews_its_certificate(cluster: &Cluster, machine: &Machine) {
+    const SECONDS: i64 = 20;
+    let data = std::path::Path::new("/var/lib").join(format!("holdfast-{}", machine.name));
+    let file = data.join("proxy.kubeconfig");
+    let before = std::fs::read_to_string(&file).unwrap();
+    let server = before
+        .lines()
+        .find_map(|l| l.trim().strip_prefix("server: "));
+    let authority = std::fs::read_to_string(data.join("agent/pki/ca.crt")).unwrap();
+    let pair = expiring(cluster, SECONDS);
+    let ends = std::time::Instant::now() + Duration::from_secs(SECONDS as u64);
+    let short = kubeconfig(server.unwrap(), &authority, "proxy", &pair);
+    std::fs::write(&file, &short).unwrap();
+    // The supervisor starts the proxy again, which checks the certificate at its start.
+    let run = std::path::Path::new("/run").join(format!("holdfast-{}", machine.name));
+    let recorded = std::fs::read_to_string(run.join("proxy.pid")).unwrap();
+    let pid: i32 = recorded.split(' ').next().unwrap().parse().unwrap();
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGKILL).unwrap();
+    let log = || std::fs::read_to_string(data.join("logs/proxy.log")).unwrap_or_default();
+    cluster.wait("the renewal of the proxy's certificate", || {
+        log().contains("the proxy's client certificate was renewed")
+    });
+    let after = std::fs::read_to_string(&file).unwrap();
+    assert!(after != short && after != before, "{}", log());
+    let in_time = std::time::Instant::now() < ends;
+    assert!(in_time, "the certificate has expired before the renewal");
+    // The first certificate is of no use any more.
+    std::thread::sleep(ends.saturating_duration_since(std::time::Instant::now()));
+    cluster.kubectl(&["create", "service", "clusterip", "later", "--tcp=80"]);
+    let service = cluster.object("/api/v1/namespaces/default/services/later");
+    let address = service["spec"]["clusterIP"].as_str().unwrap().to_owned();
+    let table = format!("holdfast-{}", machine.name);
+    cluster.wait("the rules of a later service", || {
+        let mut nft = command_with_timeout("nsenter");
+        nft.arg(format!("--net=/run/netns/{}", machine.name));
+        let rules = nft.args(["nft", "list", "table", "ip", &table]).output();
+        text(&rules.unwrap()).contains(&address)
+    });
+    cluster.kubectl(&["delete", "service", "later"]);
 }

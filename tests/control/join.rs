@@ -9,12 +9,11 @@ use std::time::Duration;
 use holdfast::join::discovery::{Target, discover};
 use holdfast::join::token;
 use holdfast_control::join::NodeSettings;
-use holdfast_control::pki::client_request;
 use holdfast_core::node::join::{AuthorityHash, StoredToken, Token};
 use holdfast_core::node::signing;
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::client::{authority, code, connect};
-use holdfast_kubeapi::signing::{CertificateRequest, obtain};
+use holdfast_kubeapi::signing::{CertificateRequest, obtain, obtain_for_new_key};
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Node, Secret};
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::{Client, ResourceExt as _};
@@ -315,16 +314,11 @@ async fn certificate(
 ) -> Result<Value, String> {
     use base64::Engine as _;
     let encode = |text: &str| base64::engine::general_purpose::STANDARD.encode(text);
-    let (key, request) = client_request(user, group).unwrap();
-    let request = CertificateRequest {
-        name: None,
-        signer,
-        usages: &["digital signature", "client auth"],
-        request,
-    };
-    let pem = obtain(client, &request, Duration::from_secs(3)).await;
-    let pem = pem.map_err(|e| e.to_string())?;
-    Ok(json!({"client-certificate-data": encode(&pem), "client-key-data": encode(&key)}))
+    let signer = (signer, &["digital signature", "client auth"][..]);
+    let limit = Duration::from_secs(3);
+    let issued = obtain_for_new_key(client, signer, (group, user), &[], limit).await?;
+    let (certificate, key) = (encode(&issued.certificate), encode(&issued.key));
+    Ok(json!({"client-certificate-data": certificate, "client-key-data": key}))
 }
 
 fn maps(client: &Client, namespace: &str) -> Api<ConfigMap> {

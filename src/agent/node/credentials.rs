@@ -13,7 +13,7 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::NodeAddress;
 use kube::Client;
 use kube::config::Kubeconfig;
-use rcgen::{CertificateParams, DnType, KeyPair, PublicKeyData as _};
+use rcgen::{KeyPair, PublicKeyData as _};
 use serde_json::json;
 use tokio::sync::watch;
 
@@ -27,7 +27,7 @@ use holdfast_core::node::addresses::certificate_names;
 use holdfast_core::node::signing::{self, CLIENT, SERVING};
 use holdfast_host::{HostError, blocking};
 use holdfast_kubeapi::client::connect;
-use holdfast_kubeapi::signing::{CertificateRequest, obtain};
+use holdfast_kubeapi::signing::{CertificateRequest, obtain, obtain_for_new_key, request};
 use holdfast_sys::clock::Clock;
 use holdfast_sys::failure::doing;
 use holdfast_sys::file;
@@ -118,20 +118,9 @@ pub(crate) fn own_pair(config: &Config) -> Option<PathBuf> {
     rotates.then(|| Pair::client(&config.cert_dir).current())
 }
 
-/// Creates a certificate request for the node, in PEM format.
-fn request(key: &KeyPair, node: &str, names: &[String]) -> Result<String, String> {
-    let failed = |e: rcgen::Error| format!("cannot create a certificate request: {e}");
-    let mut params = CertificateParams::new(names.to_vec()).map_err(failed)?;
-    params
-        .distinguished_name
-        .push(DnType::OrganizationName, "system:nodes");
-    params
-        .distinguished_name
-        .push(DnType::CommonName, format!("system:node:{node}"));
-    params
-        .serialize_request(key)
-        .and_then(|r| r.pem())
-        .map_err(failed)
+/// The group and the user of a node.
+fn user(node: &str) -> (&'static str, String) {
+    ("system:nodes", format!("system:node:{node}"))
 }
 
 /// The name of the first request. It depends on the key, so that after a restart the agent waits for the same request.
@@ -256,11 +245,12 @@ async fn request_first_certificate(
 ) -> Result<(), String> {
     let dir = config.cert_dir.clone();
     let key = blocking(move || first_key(&dir)).await.map_err(text)?;
+    let (group, user) = user(&config.node_name);
     let request = CertificateRequest {
         name: Some(first_name(&key, &config.node_name)),
         signer: CLIENT,
         usages: CLIENT_USAGES,
-        request: request(&key, &config.node_name, &[])?,
+        request: request(&key, (group, &user), &[])?,
     };
     let certificate = obtain(client, &request, CERTIFICATE_TIMEOUTS.0)
         .await
@@ -401,12 +391,7 @@ fn is_due(
     now: Timestamp,
 ) -> bool {
     let fits = answered.is_some_and(|last| last == names) || signing::covers_names(present, names);
-    // Spreads the renewals of nodes that started together.
-    let share = f64::from(now.subsec_nanosecond() % 1000) / 1000.0;
-    let due = signing::lifetime(present)
-        .filter(|_| fits)
-        .map(|(begins, ends)| signing::renewal_time(begins, ends, share));
-    due.is_none_or(|due| due <= now)
+    !fits || signing::is_renewal_due(present, now)
 }
 
 /// Renews a certificate when due. Returns when the node's client certificate is invalid and cannot be renewed although
@@ -461,19 +446,13 @@ async fn renew(
     client: &Client,
     now: Timestamp,
 ) -> Result<(), String> {
-    let key = KeyPair::generate().map_err(|e| format!("cannot generate a key: {e}"))?;
-    let request = CertificateRequest {
-        name: None,
-        signer: kept.signer,
-        usages: kept.usages,
-        request: request(&key, &kept.node, names)?,
-    };
-    let certificate = obtain(client, &request, CERTIFICATE_TIMEOUTS.1)
-        .await
-        .map_err(|e| e.to_string())?;
+    let (group, user) = user(&kept.node);
+    let signer = (kept.signer, kept.usages);
+    let limit = CERTIFICATE_TIMEOUTS.1;
+    let issued = obtain_for_new_key(client, signer, (group, &user), names, limit).await?;
     let pair = kept.pair.clone();
     blocking(move || {
-        pair.store(&certificate, &key.serialize_pem(), now)
+        pair.store(&issued.certificate, &issued.key, now)
             .map_err(doing("cannot store the certificate"))
     })
     .await

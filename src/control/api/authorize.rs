@@ -2,7 +2,7 @@
 
 use super::error::ApiError;
 use super::resources::{REVIEWS, Resource, Sub};
-use super::route::{self, Target};
+use super::route::Target;
 use super::selector::Selector;
 use super::{Api, Request, auth};
 
@@ -42,11 +42,10 @@ impl Api {
         auth::can_get_path(user, path) || self.rbac.allows_path(&self.store, user, "get", path)
     }
 
-    /// The target of a request, if its user is authorised.
-    pub(super) fn authorize(&self, request: &Request) -> Result<Target, ApiError> {
+    /// Rejects a request if its user is not authorised for its target.
+    pub(super) fn authorize(&self, request: &Request, target: &Target) -> Result<(), ApiError> {
         let user = &request.user;
-        let target = route::target(&request.path)?;
-        match &target {
+        match target {
             Target::Other(path) => {
                 if !self.can_get_path(user, path) {
                     return Err(ApiError::forbidden(format!(
@@ -84,7 +83,7 @@ impl Api {
                 *sub,
             )?,
         }
-        Ok(target)
+        Ok(())
     }
 
     fn authorize_objects(

@@ -13,8 +13,8 @@ use super::resources::Resource;
 use super::restriction;
 use super::route::Query;
 use super::schema;
-use super::write::{RETRIES, Written, is_finished};
-use crate::store::{Bytes, Expect, Record, WriteError};
+use super::write::{RETRIES, Stored, Written, is_finished};
+use crate::store::{Expect, Record, WriteError};
 
 /// Maximum grace period, in seconds. Some clients store the field as an int32.
 pub(super) const MAX_GRACE: i64 = i32::MAX as i64;
@@ -42,8 +42,8 @@ impl Api {
         for _ in 0..RETRIES {
             let fetched = self.fetch(resource, namespace, name);
             if let Some(marked) = deleted_concurrently(&fetched, marked.as_ref()) {
-                let body = marked.value.clone();
-                return Ok(deleted_answer(resource, true, &Value::Null, body, warnings));
+                let answer = deleted_answer(resource, true, &Value::Null, marked, warnings);
+                return Ok(answer);
             }
             let (record, old) = fetched?;
             if marked.is_none() {
@@ -54,9 +54,10 @@ impl Api {
             self.check_writer(user, &write)?;
             let mut new = old.clone();
             let is_deleted = mark_deleted(resource, &mut new, &options);
-            let answer = |body| deleted_answer(resource, is_deleted, &old, body, warnings.clone());
+            let answer =
+                |record| deleted_answer(resource, is_deleted, &old, record, warnings.clone());
             if options.dry_run {
-                return Ok(answer(record.value));
+                return Ok(answer(&record));
             }
             let key = resource.key(namespace, name);
             if is_deleted && resource.kind == "Pod" && new != old {
@@ -73,7 +74,7 @@ impl Api {
                     .await
             };
             match done {
-                Ok(record) => return Ok(answer(record.value)),
+                Ok(record) => return Ok(answer(&record)),
                 Err(WriteError::Conflict(_)) => {}
                 Err(other) => return Err(ApiError::internal(other)),
             }
@@ -138,6 +139,7 @@ impl Api {
             code: 200,
             body: list,
             warnings: vec![],
+            stored: None,
         })
     }
 }
@@ -335,7 +337,7 @@ fn deleted_answer(
     resource: &Resource,
     is_deleted: bool,
     old: &Value,
-    value: Bytes,
+    record: &Record,
     warnings: Vec<String>,
 ) -> Written {
     let body = if is_deleted && !resource.returns_deleted {
@@ -348,11 +350,13 @@ fn deleted_answer(
             &json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}),
         )
     } else {
-        value
+        record.value.clone()
     };
     Written {
         code: 200,
         body,
         warnings,
+        // A concurrent request has deleted an object that is no longer known.
+        stored: (!old.is_null()).then(|| Stored::of(old, record)),
     }
 }

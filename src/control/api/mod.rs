@@ -59,7 +59,7 @@ use read::{View, render};
 use resources::{Resource, Sub};
 pub use route::Query;
 use route::Target;
-use write::{Options, Written};
+use write::{Options, Stored, Written};
 
 use super::ranges::Ranges;
 use super::store::{Bytes, Expect, Store, WriteError};
@@ -150,13 +150,31 @@ impl Answer {
     }
 }
 
-impl From<Written> for Answer {
-    fn from(written: Written) -> Answer {
-        Answer::Body {
-            code: written.code,
-            content_type: JSON,
-            body: written.body,
-            warnings: written.warnings,
+/// An answer, and the object that the request has stored.
+struct Reply {
+    answer: Answer,
+    stored: Option<Stored>,
+}
+
+impl From<Written> for Reply {
+    fn from(written: Written) -> Reply {
+        Reply {
+            answer: Answer::Body {
+                code: written.code,
+                content_type: JSON,
+                body: written.body,
+                warnings: written.warnings,
+            },
+            stored: written.stored,
+        }
+    }
+}
+
+impl From<Answer> for Reply {
+    fn from(answer: Answer) -> Reply {
+        Reply {
+            answer,
+            stored: None,
         }
     }
 }
@@ -222,15 +240,19 @@ impl Api {
 
     /// Handles a request. Errors are converted to responses.
     pub async fn answer(&self, request: Request) -> Answer {
-        let recorded = self.recorder.begin(&request);
-        let answer = match self.dispatch(request).await {
-            Ok(answer) => answer,
-            Err(error) => error.into(),
+        let target = match route::target(&request.path) {
+            Ok(target) => target,
+            Err(error) => return error.into(),
         };
+        let recorded = trail::Pending::of(&request, &target);
+        let result = self.dispatch(request, target).await;
         if let Some(recorded) = recorded {
-            self.recorder.finish(recorded, &answer);
+            self.recorder.finish(recorded, &result);
         }
-        answer
+        match result {
+            Ok(reply) => reply.answer,
+            Err(error) => error.into(),
+        }
     }
 
     /// Request counts by verb and kind, in Prometheus text format.
@@ -247,12 +269,13 @@ impl Api {
         text
     }
 
-    async fn dispatch(&self, request: Request) -> Result<Answer, ApiError> {
-        match self.authorize(&request)? {
+    async fn dispatch(&self, request: Request, target: Target) -> Result<Reply, ApiError> {
+        self.authorize(&request, &target)?;
+        match target {
             Target::Other(path) if path == "/metrics" && request.method == "GET" => {
-                Ok(Answer::text(200, &self.metrics()))
+                Ok(Answer::text(200, &self.metrics()).into())
             }
-            Target::Other(path) => self.other(&request, &path),
+            Target::Other(path) => Ok(self.other(&request, &path)?.into()),
             Target::Review(kind) => {
                 if request.method != "POST" {
                     return Err(ApiError::method_not_allowed());
@@ -285,7 +308,7 @@ impl Api {
         namespace: Option<&str>,
         name: Option<&str>,
         sub: Option<Sub>,
-    ) -> Result<Answer, ApiError> {
+    ) -> Result<Reply, ApiError> {
         let (query, user) = (&request.query, &request.user);
         let verb = authorize::verb(request, name)?;
         {
@@ -330,7 +353,8 @@ impl Api {
                 namespace,
                 query,
                 View::of(&request.accept, query)?,
-            )?)),
+            )?)
+            .into()),
             ("list", _) => Ok(Answer::json(
                 self.list(
                     resource,
@@ -339,13 +363,15 @@ impl Api {
                     &View::of(&request.accept, query)?,
                 )
                 .await?,
-            )),
+            )
+            .into()),
             ("get", Some(name)) => Ok(Answer::json(self.get(
                 resource,
                 namespace,
                 name,
                 &View::of(&request.accept, query)?,
-            )?)),
+            )?)
+            .into()),
             ("create", None) => {
                 let options = Options::of(query, "CreateOptions", user)?;
                 let mut body = decode_body(request)?;
@@ -392,7 +418,7 @@ impl Api {
         namespace: &str,
         name: &str,
         sub: Sub,
-    ) -> Result<Answer, ApiError> {
+    ) -> Result<Reply, ApiError> {
         let user = &request.user;
         if verb == "create" {
             let options = Options::of(&request.query, "CreateOptions", user)?;
@@ -414,7 +440,7 @@ impl Api {
         match (sub, verb) {
             (Sub::Scale, "get") => {
                 let view = View::of(&request.accept, &request.query)?;
-                Ok(Answer::json(self.scale(resource, namespace, name, &view)?))
+                Ok(Answer::json(self.scale(resource, namespace, name, &view)?).into())
             }
             (Sub::Scale, "update") => {
                 let options = Options::of(&request.query, "UpdateOptions", user)?;

@@ -194,7 +194,7 @@ async fn decode(
     // Unauthenticated clients are authorised before their body is read, so that a body that is
     // rejected anyway does not occupy a connection.
     if !reads && decoded.user.is_in("system:unauthenticated") {
-        api.authorize(&decoded)?;
+        api.authorize(&decoded, &route::target(&decoded.path)?)?;
     }
     let head = if reads {
         request.into_parts().0

@@ -26,6 +26,7 @@ fn success(code: u16) -> Written {
         code,
         body,
         warnings: vec![],
+        stored: None,
     }
 }
 
@@ -300,6 +301,7 @@ impl Api {
             code: 201,
             body: render(&answer),
             warnings: vec![],
+            stored: None,
         })
     }
 }

@@ -219,6 +219,7 @@ impl Api {
             code: 201,
             body: render(&answer),
             warnings: vec![],
+            stored: None,
         })
     }
 

@@ -11,9 +11,10 @@ use serde::Deserialize;
 use holdfast_core::lock::lock;
 use holdfast_core::trail::{Entry, Trails};
 
+use super::error::ApiError;
 use super::resources::{RESOURCES, Resource, Sub};
-use super::route::{self, Target};
-use super::{Answer, Request, authorize};
+use super::route::Target;
+use super::{Answer, Reply, Request, authorize};
 use crate::store::Bytes;
 
 /// The path below which the trails are served, to users who may get it: by default administrators only.
@@ -23,7 +24,7 @@ const PATH: &str = "/debug/trail/";
 #[derive(Clone, Default)]
 pub(super) struct Recorder(Arc<Mutex<Trails>>);
 
-/// A request whose answer will be recorded.
+/// A request whose result will be recorded.
 pub(super) struct Pending {
     resource: &'static Resource,
     namespace: Option<String>,
@@ -33,30 +34,14 @@ pub(super) struct Pending {
     client: String,
 }
 
-/// What the recorder reads of an answer.
+/// What the recorder reads of an event.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Answered {
-    #[serde(default)]
-    kind: String,
-    #[serde(default)]
-    metadata: Identity,
-    #[serde(default)]
+struct Event {
     message: Option<String>,
-    #[serde(default)]
     reason: Option<String>,
-    #[serde(default)]
-    involved_object: Option<Involved>,
-    #[serde(default)]
+    involved_object: Involved,
     source: Option<Source>,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-struct Identity {
-    name: String,
-    uid: String,
-    resource_version: String,
 }
 
 #[derive(Default, Deserialize)]
@@ -69,9 +54,9 @@ struct Involved {
     uid: String,
 }
 
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
+#[serde(default)]
 struct Source {
-    #[serde(default)]
     component: String,
 }
 
@@ -81,18 +66,18 @@ fn key(group: &str, plural: &str, namespace: &str, name: &str) -> String {
     format!("{group}/{plural}/{namespace}/{name}")
 }
 
-impl Recorder {
+impl Pending {
     /// Notes a request before it is handled; `None` if it changes no object.
-    pub(super) fn begin(&self, request: &Request) -> Option<Pending> {
+    pub(super) fn of(request: &Request, target: &Target) -> Option<Pending> {
         if matches!(request.method.as_str(), "GET" | "HEAD") {
             return None;
         }
-        let Ok(Target::Objects {
+        let Target::Objects {
             resource,
             namespace,
             name,
             sub,
-        }) = route::target(&request.path)
+        } = target
         else {
             return None;
         };
@@ -105,8 +90,8 @@ impl Recorder {
         let is_recorded = changes && resource.plural != "leases" && !request.query.has("dryRun");
         (is_recorded && verb != "deletecollection").then(|| Pending {
             resource,
-            namespace,
-            name,
+            namespace: namespace.clone(),
+            name: name.clone(),
             request: match sub {
                 Some(sub) => format!("{verb} {}", sub.name()),
                 None => verb.to_owned(),
@@ -115,42 +100,35 @@ impl Recorder {
             client: request.client.clone(),
         })
     }
+}
 
-    /// Records a request with its answer.
-    pub(super) fn finish(&self, pending: Pending, answer: &Answer) {
-        let Answer::Body { code, body, .. } = answer else {
-            return;
-        };
-        let Ok(answered) = serde_json::from_slice::<Answered>(body) else {
-            return;
-        };
+impl Recorder {
+    /// Records a request with its result.
+    pub(super) fn finish(&self, pending: Pending, result: &Result<Reply, ApiError>) {
         let now = Timestamp::now();
-        if pending.resource.plural == "events" {
-            return self.event(answered, now);
-        }
-        let is_refused = *code >= 400;
-        // An answer of kind Status is about the request, not the object.
-        let identity = if answered.kind == "Status" {
-            Identity::default()
-        } else {
-            answered.metadata
+        let (code, refusal, stored) = match result {
+            Ok(Reply {
+                answer: Answer::Body { code, body, .. },
+                stored,
+            }) => {
+                if pending.resource.plural == "events" {
+                    return self.event(body, now);
+                }
+                (*code, "", stored.as_ref())
+            }
+            // A watch changes nothing.
+            Ok(_) => return,
+            Err(error) => (error.code, error.message.as_str(), None),
         };
-        let Some(name) = pending
-            .name
-            .or(Some(identity.name).filter(|name| !name.is_empty()))
-        else {
+        let Some(name) = pending.name.or_else(|| stored.map(|s| s.name.clone())) else {
             return;
         };
         let namespace = pending.namespace.unwrap_or_default();
-        let key = key(
-            pending.resource.group,
-            pending.resource.plural,
-            &namespace,
-            &name,
-        );
+        let Resource { group, plural, .. } = pending.resource;
+        let key = key(group, plural, &namespace, &name);
         let mut trails = lock(&self.0);
         // Requests that are not permitted must not displace the trails of other objects.
-        if is_refused && trails.get(&key).is_none() {
+        if result.is_err() && trails.get(&key).is_none() {
             return;
         }
         trails.add(
@@ -162,19 +140,21 @@ impl Recorder {
                 request: pending.request,
                 user: pending.user,
                 client: pending.client,
-                code: *code,
-                refusal: answered.message.filter(|_| is_refused).unwrap_or_default(),
-                uid: identity.uid,
-                revision: identity.resource_version,
+                code,
+                refusal: refusal.to_owned(),
+                uid: stored.map(|s| s.uid.clone()).unwrap_or_default(),
+                revision: stored.map(|s| s.revision.to_string()).unwrap_or_default(),
             },
         );
     }
 
-    /// Records an event in the trail of its object.
-    fn event(&self, event: Answered, now: Timestamp) {
-        let Some(object) = event.involved_object else {
+    /// Records a stored event in the trail of its object.
+    fn event(&self, body: &[u8], now: Timestamp) {
+        // An event without an object is in no trail, and the answer to a deletion is not an event.
+        let Ok(event) = serde_json::from_slice::<Event>(body) else {
             return;
         };
+        let object = event.involved_object;
         let group = object
             .api_version
             .split_once('/')
@@ -185,10 +165,8 @@ impl Recorder {
         let Some(resource) = RESOURCES.iter().find(is_of) else {
             return;
         };
-        let (reason, message) = (
-            event.reason.unwrap_or_default(),
-            event.message.unwrap_or_default(),
-        );
+        let reason = event.reason.unwrap_or_default();
+        let message = event.message.unwrap_or_default();
         let entry = Entry {
             first: now,
             last: now,

@@ -90,6 +90,30 @@ pub struct Written {
     pub body: Bytes,
     /// Warnings for the client.
     pub warnings: Vec<String>,
+    /// The object after the write; `None` if nothing was stored, or if the result is about a request.
+    pub stored: Option<Stored>,
+}
+
+/// The identity of an object after a write.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stored {
+    /// The object's name.
+    pub name: String,
+    /// The object's uid.
+    pub uid: String,
+    /// The revision of the write.
+    pub revision: u64,
+}
+
+impl Stored {
+    /// The identity of `object` after the write of `record`.
+    pub(super) fn of(object: &Value, record: &Record) -> Stored {
+        Stored {
+            name: object::name(object).to_owned(),
+            uid: object::uid(object).to_owned(),
+            revision: record.revision,
+        }
+    }
 }
 
 /// Compares a body with its kind's layout. Mistyped fields are rejected; unknown
@@ -253,8 +277,10 @@ impl Api {
                     code: 201,
                     body: super::read::render(&fresh),
                     warnings,
+                    stored: None,
                 });
             }
+            let uid = object::uid(&fresh).to_owned();
             let write = Write {
                 requires,
                 ..write_of(resource, key, Expect::Absent, Change::Put, fresh)
@@ -265,6 +291,11 @@ impl Api {
                         code: 201,
                         body: record.value,
                         warnings,
+                        stored: Some(Stored {
+                            name,
+                            uid,
+                            revision: record.revision,
+                        }),
                     });
                 }
                 Err(WriteError::Superseded) => {}
@@ -619,6 +650,7 @@ impl Api {
                 warnings.extend(unenforced::warnings(resource.kind, &new));
             }
             if new == old || options.dry_run {
+                let stored = (!options.dry_run).then(|| Stored::of(&old, &record));
                 let body = if new == old {
                     record.value
                 } else {
@@ -628,6 +660,7 @@ impl Api {
                     code: 200,
                     body,
                     warnings,
+                    stored,
                 });
             }
             let key = resource.key(namespace, name);
@@ -642,6 +675,7 @@ impl Api {
                 Ok(record) => {
                     return Ok(Written {
                         code: 200,
+                        stored: Some(Stored::of(&old, &record)),
                         body: record.value,
                         warnings,
                     });

@@ -397,6 +397,18 @@ pub fn renewal_time(begins: Timestamp, ends: Timestamp, share: f64) -> Timestamp
     )
 }
 
+/// The signer and the usages of the client certificate of a node's service proxy.
+pub const PROXY_REQUEST: (&str, &[&str]) = (PROXY, &["digital signature", "client auth"]);
+
+/// Whether a certificate (PEM) must be renewed now: late in its validity, or because it cannot be read. Machines that started
+/// together renew at different times, because the time of the call contributes a share.
+#[must_use]
+pub fn is_renewal_due(pem: &[u8], now: Timestamp) -> bool {
+    let share = f64::from(now.subsec_nanosecond() % 1000) / 1000.0;
+    let due = lifetime(pem).map(|(begins, ends)| renewal_time(begins, ends, share));
+    due.is_none_or(|due| due <= now)
+}
+
 /// Reads a value from the first certificate of a PEM text.
 fn read<T>(pem: &[u8], what: impl FnOnce(&X509Certificate<'_>) -> Option<T>) -> Option<T> {
     let block = x509_parser::pem::Pem::iter_from_buffer(pem)

@@ -7,6 +7,7 @@ use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::networking::v1::{NetworkPolicy, NetworkPolicySpec};
 
 use super::Direction;
+use crate::network::Protocol;
 
 /// Namespace and name.
 pub(super) type Key = (String, String);
@@ -21,19 +22,9 @@ pub struct PodFacts {
     /// Its labels.
     pub labels: Labels,
     /// The protocols and numbers of its named ports.
-    pub ports: BTreeMap<String, Vec<(u8, u16)>>,
+    pub ports: BTreeMap<String, Vec<(Protocol, u16)>>,
     /// Whether this node restricts its traffic.
     pub is_local: bool,
-}
-
-/// The number of a transport protocol; `None` for an unknown one.
-pub(super) fn protocol(name: Option<&str>) -> Option<u8> {
-    match name {
-        None | Some("TCP") => Some(6),
-        Some("UDP") => Some(17),
-        Some("SCTP") => Some(132),
-        Some(_) => None,
-    }
 }
 
 impl PodFacts {
@@ -69,9 +60,11 @@ impl PodFacts {
             .flat_map(|c| c.ports.iter().flatten())
         {
             let number = u16::try_from(port.container_port).ok();
-            if let (Some(name), Some(number), Some(protocol)) =
-                (&port.name, number, protocol(port.protocol.as_deref()))
-            {
+            if let (Some(name), Some(number), Some(protocol)) = (
+                &port.name,
+                number,
+                Protocol::parse(port.protocol.as_deref()),
+            ) {
                 facts
                     .ports
                     .entry(name.clone())

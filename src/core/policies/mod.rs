@@ -22,6 +22,8 @@ pub use facts::{PodFacts, Policy, World};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
+use crate::network::{Family, Protocol};
+
 /// The direction of a connection from the pod's point of view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Direction {
@@ -36,33 +38,11 @@ impl Direction {
     pub const BOTH: [Direction; 2] = [Direction::Ingress, Direction::Egress];
 }
 
-/// The version of IP of a set of addresses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Family {
-    /// IPv4.
-    V4,
-    /// IPv6.
-    V6,
-}
-
-impl Family {
-    pub(crate) const BOTH: [Family; 2] = [Family::V4, Family::V6];
-
-    /// The version of an address.
-    #[must_use]
-    pub fn of(address: IpAddr) -> Family {
-        match address {
-            IpAddr::V4(_) => Family::V4,
-            IpAddr::V6(_) => Family::V6,
-        }
-    }
-}
-
 /// Ports of a transport protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Ports {
-    /// The protocol's number.
-    pub protocol: u8,
+    /// The protocol.
+    pub protocol: Protocol,
     /// The first port.
     pub first: u16,
     /// The last port.

@@ -7,8 +7,9 @@ use k8s_openapi::api::networking::v1::{NetworkPolicyPeer, NetworkPolicyPort};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
-use super::facts::{Key, PodFacts, Policy, World, protocol};
-use super::{Chain, Direction, Family, Members, Ports, Rule, Ruleset, blocks};
+use super::facts::{Key, PodFacts, Policy, World};
+use super::{Chain, Direction, Members, Ports, Rule, Ruleset, blocks};
+use crate::network::{Family, Protocol};
 use crate::{digest, selector};
 
 /// A name of at most 40 characters; equal parts give equal names.
@@ -235,7 +236,7 @@ impl<'a> Planner<'a> {
                 }
             }
             for (ports, addresses) in by_port {
-                let number = format!("{}/{}", ports.protocol, ports.first);
+                let number = format!("{}/{}", ports.protocol.name(), ports.first);
                 let set = self.ports(vec![ports]);
                 self.allow_pods(
                     &selection,
@@ -263,7 +264,7 @@ impl<'a> Planner<'a> {
             });
             return;
         }
-        let mut ranges = BTreeMap::from(Family::BOTH.map(|family| (family, vec![])));
+        let mut ranges = BTreeMap::from(Family::ALL.map(|family| (family, vec![])));
         for peer in peers {
             if let Some(block) = &peer.ip_block {
                 let except = block.except.as_deref().unwrap_or_default();
@@ -307,7 +308,7 @@ impl<'a> Planner<'a> {
         ports: Option<&str>,
         rules: &mut Vec<Rule>,
     ) {
-        for family in Family::BOTH {
+        for family in Family::ALL {
             let of_family = addresses
                 .iter()
                 .filter(|a| Family::of(**a) == family)
@@ -409,7 +410,7 @@ fn selection(namespace: &str, peer: &NetworkPolicyPeer) -> Option<Selection> {
 
 /// The ports of an entry with a number, or with a protocol only; `None` for names and for values that the API rejects.
 fn numbers(port: &NetworkPolicyPort) -> Option<Ports> {
-    let protocol = protocol(port.protocol.as_deref())?;
+    let protocol = Protocol::parse(port.protocol.as_deref())?;
     let (first, last) = match &port.port {
         None => (0, u16::MAX),
         Some(IntOrString::Int(number)) => {
@@ -430,7 +431,7 @@ fn numbers(port: &NetworkPolicyPort) -> Option<Ports> {
 
 /// The numbers of a pod's named port with the protocol of an entry.
 fn named(pod: &PodFacts, name: &str, port: &NetworkPolicyPort) -> Vec<Ports> {
-    let Some(wanted) = protocol(port.protocol.as_deref()) else {
+    let Some(wanted) = Protocol::parse(port.protocol.as_deref()) else {
         return vec![];
     };
     let all = pod.ports.get(name).into_iter().flatten();

@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 
 use super::*;
 
-const TCP: u8 = 6;
-const UDP: u8 = 17;
+const TCP: Protocol = Protocol::Tcp;
+const UDP: Protocol = Protocol::Udp;
 const NAMESPACES: [&str; 3] = ["x", "y", "z"];
 const PODS: [&str; 3] = ["a", "b", "c"];
 
@@ -52,7 +52,13 @@ fn world(policies: &[Value]) -> World {
 }
 
 /// Whether a chain lets a packet pass; `None` if it decides nothing.
-fn passes(ruleset: &Ruleset, chain: &str, peer: IpAddr, protocol: u8, port: u16) -> Option<bool> {
+fn passes(
+    ruleset: &Ruleset,
+    chain: &str,
+    peer: IpAddr,
+    protocol: Protocol,
+    port: u16,
+) -> Option<bool> {
     let matches_set = |name: &str| match &ruleset.sets[name] {
         Members::Pods(_, addresses) => addresses.contains(&peer),
         Members::Blocks(_, ranges) => ranges.iter().any(|(a, b)| (*a..=*b).contains(&peer)),
@@ -81,7 +87,7 @@ fn passes(ruleset: &Ruleset, chain: &str, peer: IpAddr, protocol: u8, port: u16)
 }
 
 /// Whether the first packet of a connection arrives.
-fn arrives(ruleset: &Ruleset, from: IpAddr, to: IpAddr, protocol: u8, port: u16) -> bool {
+fn arrives(ruleset: &Ruleset, from: IpAddr, to: IpAddr, protocol: Protocol, port: u16) -> bool {
     let check = |direction, pod: IpAddr, peer| match ruleset.pods.get(&(direction, pod)) {
         Some(chain) => passes(ruleset, chain, peer, protocol, port).expect("a pod's chain decides"),
         None => true,
@@ -91,7 +97,7 @@ fn arrives(ruleset: &Ruleset, from: IpAddr, to: IpAddr, protocol: u8, port: u16)
 }
 
 /// A row of expectations: the sources, the destinations (`*`, `x/*` or `x/a`), the port (0: any) and whether connections arrive.
-type Expectation = (&'static str, &'static str, (u8, u16), bool);
+type Expectation = (&'static str, &'static str, (Protocol, u16), bool);
 
 fn is(pattern: &str, namespace: &str, pod: &str) -> bool {
     match pattern.split_once('/') {
@@ -121,7 +127,7 @@ fn check(name: &str, policies: &[Value], expected: &[Expectation]) {
             assert_eq!(
                 found,
                 expected,
-                "{name}: {} to {} {protocol}:{port}",
+                "{name}: {} to {} {protocol:?}:{port}",
                 text(from),
                 text(to)
             );
@@ -134,7 +140,7 @@ fn pairs() -> impl Iterator<Item = ((usize, usize), (usize, usize))> {
     all().flat_map(move |from| all().map(move |to| (from, to)))
 }
 
-const ANY: (u8, u16) = (0, 0);
+const ANY: (Protocol, u16) = (TCP, 0);
 
 #[test]
 fn policies_of_ingress_as_upstream() {
@@ -537,7 +543,7 @@ mod reading {
         in_namespace && (peer["podSelector"].is_null() || selects(&peer["podSelector"], "pod", pod))
     }
 
-    fn has_port(entry: &Value, is_pod: bool, protocol: u8, port: u16) -> bool {
+    fn has_port(entry: &Value, is_pod: bool, protocol: Protocol, port: u16) -> bool {
         let wanted = if entry["protocol"] == "UDP" { UDP } else { TCP };
         wanted == protocol
             && match &entry["port"] {
@@ -556,7 +562,7 @@ mod reading {
         direction: &str,
         own: (usize, usize),
         peer: (usize, usize),
-        protocol: u8,
+        protocol: Protocol,
         port: u16,
     ) -> bool {
         let (namespace, pod) = (NAMESPACES[own.0], PODS[own.1]);
@@ -610,7 +616,7 @@ proptest! {
         for (from, to) in pairs().filter(|(from, to)| from != to) {
             for (protocol, port) in [(TCP, 80), (TCP, 81), (UDP, 80), (UDP, 85)] {
                 let expected = reading::allows(&policies, "Egress", from, to, protocol, port) && reading::allows(&policies, "Ingress", to, from, protocol, port);
-                prop_assert_eq!(arrives(&ruleset, parse(from), parse(to), protocol, port), expected, "{:?} to {:?} {}:{}", from, to, protocol, port);
+                prop_assert_eq!(arrives(&ruleset, parse(from), parse(to), protocol, port), expected, "{:?} to {:?} {:?}:{}", from, to, protocol, port);
             }
         }
     }

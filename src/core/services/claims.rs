@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::rules::{Destination, Family};
+use super::rules::Destination;
+use crate::network::Family;
 
 /// A service that claims destinations: when it was created, and its name with its namespace.
 pub(super) type Rank = (i64, Arc<str>);

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use k8s_openapi::api::discovery::v1::{Endpoint, EndpointHints, EndpointPort, EndpointSlice};
 
 use super::facts::{PortFacts, Problems, is_special};
-use super::rules::{Family, Protocol, Target};
+use super::rules::Target;
+use crate::network::{Family, Protocol};
 
 /// The clients for which an endpoint is meant.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

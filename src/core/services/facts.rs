@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1::{Service, ServicePort, ServiceSpec};
 
-use super::rules::{Family, Protocol};
+use crate::network::{Family, Protocol};
 
 /// The maximum number of ports of a service; the ports after them are skipped.
 const MAX_PORTS: usize = 1000;

@@ -34,9 +34,7 @@ mod topology;
 pub use facts::Problems;
 pub use node::{NodeFacts, PlanSettings};
 pub use planner::{HealthCheck, Planner, StaleFlows};
-pub use rules::{
-    Address, AddressSet, Destination, Family, Map, Operation, Protocol, Rule, Target, Verdict,
-};
+pub use rules::{Address, AddressSet, Destination, Map, Operation, Rule, Target, Verdict};
 
 #[cfg(test)]
 mod tests;

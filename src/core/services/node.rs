@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::rules::Family;
+use crate::network::Family;
 
 /// The facts of this node.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

@@ -9,10 +9,9 @@ use ipnet::IpNet;
 use super::endpoints::Slices;
 use super::facts::{PortFacts, ServiceFacts};
 use super::node::{NodeFacts, PlanSettings};
-use super::rules::{
-    Address, AddressSet, Destination, Family, Map, Protocol, Rule, Target, Verdict,
-};
+use super::rules::{Address, AddressSet, Destination, Map, Rule, Target, Verdict};
 use super::topology::{Policies, choose, targets};
+use crate::network::{Family, Protocol};
 
 /// The maximum length of a chain's name; the kernel's limit is 255 bytes (`NFT_NAME_MAXLEN`).
 const MAX_NAME: usize = 180;

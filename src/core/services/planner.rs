@@ -13,7 +13,8 @@ use super::endpoints::{Names, Slices};
 use super::facts::{PortFacts, Problems, ServiceFacts};
 use super::node::{NodeFacts, PlanSettings};
 use super::plan::{Input, MAX_AFFINITY, PortPlan, destinations, label};
-use super::rules::{AddressSet, Destination, Family, Operation, Protocol, Target};
+use super::rules::{AddressSet, Destination, Operation, Target};
+use crate::network::{Family, Protocol};
 
 /// The maximum number of targets of a service, all ports together. The kernel's memory for a target is about 100 bytes.
 const MAX_TARGETS: usize = 200_000;

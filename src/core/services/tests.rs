@@ -13,6 +13,7 @@ use k8s_openapi::api::discovery::v1::EndpointSlice;
 use serde_json::{Value as Json, json};
 
 use super::*;
+use crate::network::Family;
 use kernel::Kernel;
 
 /// A service of the namespace `default` with the fields of its spec; the cluster address is 10.96.0.20 and the port 80, unless

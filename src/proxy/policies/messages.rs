@@ -3,9 +3,8 @@
 use std::io;
 use std::net::IpAddr;
 
-use holdfast_core::policies::{
-    Chain, Direction, Family as Version, Members, Operation, Rule, Ruleset,
-};
+use holdfast_core::network::Family as Version;
+use holdfast_core::policies::{Chain, Direction, Members, Operation, Ports, Rule, Ruleset};
 use holdfast_net::netlink::{Attributes, Message};
 use holdfast_net::nft::element::{Element, single};
 use holdfast_net::nft::expression::{Field, family_is, has_bits, in_set, state};
@@ -30,7 +29,6 @@ const RULES_OF_BASE_CHAIN: usize = 6;
 /// and redirects (RFC 4861).
 const DISCOVERY: &str = "neighbour-discovery";
 const ICMPV6: u8 = 58;
-const VERSIONS: [Version; 2] = [Version::V4, Version::V6];
 /// The longest comment of a rule, in bytes.
 const LONGEST_COMMENT: usize = 127;
 
@@ -117,8 +115,8 @@ fn elements(members: &Members) -> Vec<Element> {
             ranges.iter().map(interval).collect()
         }
         Members::Ports(ports) => {
-            let interval = |p: &holdfast_core::policies::Ports| {
-                let key = |port| vec![Value::Protocol(p.protocol), Value::Port(port)];
+            let interval = |p: &Ports| {
+                let key = |port| vec![Value::Protocol(p.protocol.number()), Value::Port(port)];
                 Element::interval(key(p.first), key(p.last), Data::None)
             };
             ports.iter().map(interval).collect()
@@ -197,7 +195,7 @@ impl Filter {
     pub(super) fn replace(&self, operations: &[Operation]) -> io::Result<Vec<Message>> {
         let mut messages: Vec<Message> = self.table.destroy().into();
         messages.push(self.table.create());
-        for version in VERSIONS {
+        for version in Version::ALL {
             for direction in Direction::BOTH {
                 messages.push(
                     self.table
@@ -365,7 +363,7 @@ impl Filter {
             }
         }
         for direction in Direction::BOTH {
-            for version in VERSIONS {
+            for version in Version::ALL {
                 let of_map = ruleset.pods.iter().filter(|((d, address), _)| {
                     *d == direction && Version::of(*address) == version
                 });

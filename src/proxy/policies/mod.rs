@@ -131,12 +131,13 @@ impl PolicyPlane {
         Ok(true)
     }
 
-    /// Reads the table and replaces it if it differs from the last commit. Returns whether it differed.
+    /// Commits pending changes, reads the table, and replaces it if it differs. Returns whether it differed.
     ///
     /// # Errors
     ///
     /// The table cannot be read or written.
     pub fn audit(&mut self) -> Result<bool, PolicyError> {
+        self.commit()?;
         let Some(current) = &self.current else {
             return Ok(false);
         };

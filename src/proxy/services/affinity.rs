@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::io;
 
-use holdfast_core::services::Family;
+use holdfast_core::network::Family;
 use holdfast_net::nft::element::Element;
 use holdfast_net::nft::{Nft, Table};
 

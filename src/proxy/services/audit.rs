@@ -6,7 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 
-use holdfast_core::services::{Family, Operation, Target};
+use holdfast_core::network::Family;
+use holdfast_core::services::{Operation, Target};
 use holdfast_net::nft::element::{Element, single};
 use holdfast_net::nft::value::{Data, Value};
 

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use holdfast_core::network::{Family, Protocol};
 use holdfast_core::services::{
-    Address, AddressSet, Destination, Family, Map, Operation, Protocol, Rule, Target,
-    Verdict as Planned,
+    Address, AddressSet, Destination, Map, Operation, Rule, Target, Verdict as Planned,
 };
 use holdfast_net::netlink::Message;
 use holdfast_net::nft::OwnerMark;

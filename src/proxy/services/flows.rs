@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::net::IpAddr;
 
-use holdfast_core::services::{Address, Family, Protocol, StaleFlows, Target};
+use holdfast_core::network::{Family, Protocol};
+use holdfast_core::services::{Address, Destination, StaleFlows, Target};
 use holdfast_net::conntrack::{Conntrack, Flow};
 use holdfast_net::nft::expression::status;
 
@@ -33,22 +34,42 @@ fn is_stale(flow: &Flow, kept: &Kept<'_>) -> bool {
     keep.binary_search(&target).is_err()
 }
 
-/// Deletes the flows and returns their number.
-///
-/// # Errors
-///
-/// This process may not read or change connection tracking.
-pub(super) fn delete(stale: &[StaleFlows]) -> io::Result<usize> {
+/// Flows to delete: the targets to which flows stay, by what clients have sent to.
+#[derive(Debug, Default)]
+pub(super) struct Stale(BTreeMap<(Family, Destination), Vec<Target>>);
+
+impl Stale {
+    /// Adds flows. For a destination that is known already, the new targets replace the old ones, so that flows that cannot be
+    /// deleted for a long time take no more memory than all destinations.
+    pub(super) fn add(&mut self, flows: impl IntoIterator<Item = StaleFlows>) {
+        let flows = flows.into_iter();
+        self.0
+            .extend(flows.map(|f| ((f.family, f.destination), f.keep)));
+    }
+
+    /// Deletes the flows and returns their number. After an error, the next call tries again.
+    ///
+    /// # Errors
+    ///
+    /// This process may not read or change connection tracking.
+    pub(super) fn delete(&mut self) -> io::Result<usize> {
+        let deleted = delete(&self.0)?;
+        self.0.clear();
+        Ok(deleted)
+    }
+}
+
+fn delete(stale: &BTreeMap<(Family, Destination), Vec<Target>>) -> io::Result<usize> {
     let mut deleted = 0_usize;
     for family in Family::ALL {
-        let of_family = stale.iter().filter(|flows| flows.family == family);
+        let of_family = stale.iter().filter(|((of, _), _)| *of == family);
         let kept: Kept<'_> = of_family
-            .map(|flows| {
-                let address = match flows.destination.address {
+            .map(|((_, destination), keep)| {
+                let address = match destination.address {
                     Address::Ip(ip) => Some(ip),
                     Address::Node => None,
                 };
-                ((address, flows.destination.port), flows.keep.as_slice())
+                ((address, destination.port), keep.as_slice())
             })
             .collect();
         if kept.is_empty() {

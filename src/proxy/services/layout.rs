@@ -9,7 +9,8 @@
 
 use std::net::IpAddr;
 
-use holdfast_core::services::{AddressSet, Family, Map, NodeFacts, Rule, Target};
+use holdfast_core::network::Family;
+use holdfast_core::services::{AddressSet, Map, NodeFacts, Rule, Target};
 use holdfast_net::netlink::{Attributes, Message};
 use holdfast_net::nft::element::Element;
 use holdfast_net::nft::expression::{Field, field_is, for_this_host, has_bits, in_set, status};

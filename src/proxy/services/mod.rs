@@ -21,8 +21,9 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use holdfast_core::network::Family;
 use holdfast_core::services::{
-    Family, HealthCheck, NodeFacts, Operation, PlanSettings, Planner, Problems, StaleFlows,
+    HealthCheck, NodeFacts, Operation, PlanSettings, Planner, Problems, StaleFlows,
 };
 use holdfast_net::netlink::{BatchError, Message};
 use holdfast_net::nft::{self, Nft, Table};
@@ -32,6 +33,7 @@ use k8s_openapi::api::discovery::v1::EndpointSlice;
 
 use affinity::Clients;
 use batch::{Batch, SharedSet};
+use flows::Stale;
 use layout::Layout;
 
 /// How long a chain without rules stays before it is deleted. Kernels before 6.2 notice only after a moment that a deleted element
@@ -145,13 +147,13 @@ pub enum CommitError {
         /// The kernel's reason.
         error: BatchError,
     },
-    /// The tables or flows could not be read.
-    #[error("reading nftables or connection tracking failed: {0}")]
+    /// The tables could not be read.
+    #[error("reading nftables failed: {0}")]
     Kernel(#[from] io::Error),
 }
 
 /// What a commit has done.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Committed {
     /// The number of netlink messages of the transaction; zero if nothing has changed.
     pub messages: usize,
@@ -159,6 +161,8 @@ pub struct Committed {
     pub is_full: bool,
     /// The number of deleted flows.
     pub deleted_flows: usize,
+    /// Why flows could not be deleted; `None` if none are left. The next commit or audit tries again.
+    pub flows_left: Option<String>,
 }
 
 /// What an audit has found.
@@ -167,6 +171,8 @@ pub struct Repaired {
     /// The first differences between the kernel's state and the planned one, as sentences. If there are any, the table was
     /// replaced.
     pub differences: Vec<String>,
+    /// As [`Committed::flows_left`].
+    pub flows_left: Option<String>,
 }
 
 /// The rules of all services in the kernel.
@@ -180,8 +186,8 @@ pub struct DataPlane {
     trusted: Option<u32>,
     /// Chains without rules that are deleted later.
     stale_chains: Vec<(Instant, Family, String)>,
-    /// Flows that an earlier commit could not delete.
-    stale_flows: Vec<StaleFlows>,
+    /// Flows that are not deleted yet.
+    stale_flows: Stale,
 }
 
 fn table(name: &'static str, family: Family) -> Table {
@@ -230,7 +236,7 @@ impl DataPlane {
             is_installed: false,
             trusted: None,
             stale_chains: vec![],
-            stale_flows: vec![],
+            stale_flows: Stale::default(),
         })
     }
 
@@ -265,12 +271,12 @@ impl DataPlane {
         self.planner.health_checks()
     }
 
-    /// Commits all changes since the last commit in one transaction, and deletes the flows of UDP endpoints that were removed.
+    /// Commits all changes since the last commit in one transaction, and deletes the flows of UDP endpoints that were removed. If
+    /// flows cannot be deleted, the rules are committed nevertheless.
     ///
     /// # Errors
     ///
-    /// The kernel rejects the changes, and then also the whole table; or flows cannot be deleted, although the rules were
-    /// committed. The next commit tries again.
+    /// The kernel rejects the changes, and then also the whole table. The next commit tries again.
     pub fn commit(&mut self) -> Result<Committed, CommitError> {
         let mut committed = Committed::default();
         let flows = if self.is_installed {
@@ -280,14 +286,16 @@ impl DataPlane {
         } else {
             self.planner.take_changes(|_, _| {})
         };
-        self.stale_flows.extend(flows);
+        self.stale_flows.add(flows);
         if !self.is_installed {
             committed.messages = self.replace()?;
             committed.is_full = true;
         }
         self.delete_stale_chains();
-        committed.deleted_flows = flows::delete(&self.stale_flows)?;
-        self.stale_flows.clear();
+        match self.stale_flows.delete() {
+            Ok(deleted) => committed.deleted_flows = deleted,
+            Err(error) => committed.flows_left = Some(error.to_string()),
+        }
         Ok(committed)
     }
 
@@ -423,16 +431,21 @@ impl DataPlane {
     pub fn audit(&mut self) -> Result<Repaired, CommitError> {
         let was_installed = self.is_installed;
         let committed = self.commit()?;
+        let flows_left = committed.flows_left;
         if was_installed && committed.is_full {
             return Ok(Repaired {
                 differences: vec!["the kernel rejected a change of the table".to_owned()],
+                flows_left,
             });
         }
         let generation = self.nft.generation()?;
-        if self.trusted == Some(generation) {
-            return Ok(Repaired::default());
-        }
         let mut differences = vec![];
+        if self.trusted == Some(generation) {
+            return Ok(Repaired {
+                differences,
+                flows_left,
+            });
+        }
         for family in Family::ALL {
             if self.layout.families().contains(&family) {
                 audit::compare(self, family, &mut differences)?;
@@ -441,9 +454,14 @@ impl DataPlane {
         if differences.is_empty() {
             self.trusted = Some(generation);
         } else {
+            // If replacing fails, the next commit tries again.
+            self.is_installed = false;
             self.replace()?;
         }
-        Ok(Repaired { differences })
+        Ok(Repaired {
+            differences,
+            flows_left,
+        })
     }
 
     /// Deletes the tables. Missing tables are no error.

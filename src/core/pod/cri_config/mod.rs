@@ -17,6 +17,7 @@ use super::memory_qos::MemoryQos;
 use super::pinning::Pinning;
 use super::users::{Mapping, Mappings};
 use crate::fault::Fault;
+use crate::network::Protocol;
 use crate::{meta, pod};
 pub use mounts::{recursive_read_only, sub_path, volume_mount};
 pub(crate) use resources::may_swap;
@@ -271,10 +272,10 @@ fn port_mappings(spec: &PodSpec) -> Vec<pb::PortMapping> {
             seen.insert(key)
         })
         .map(|(_, p)| pb::PortMapping {
-            protocol: match p.protocol.as_deref() {
-                Some("UDP") => pb::Protocol::Udp,
-                Some("SCTP") => pb::Protocol::Sctp,
-                _ => pb::Protocol::Tcp,
+            protocol: match Protocol::parse(p.protocol.as_deref()) {
+                Some(Protocol::Udp) => pb::Protocol::Udp,
+                Some(Protocol::Sctp) => pb::Protocol::Sctp,
+                Some(Protocol::Tcp) | None => pb::Protocol::Tcp,
             } as i32,
             container_port: p.container_port,
             host_port: p.host_port.unwrap_or(0),

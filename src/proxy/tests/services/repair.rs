@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use holdfast_core::services::Family;
+use holdfast_core::network::Family;
 use holdfast_net::netlink::Message;
 use holdfast_net::nft::element::Element;
 use holdfast_net::nft::set::{Kind, Set};

@@ -1,6 +1,6 @@
 //! Thousands of services.
 
-use holdfast_core::services::Family;
+use holdfast_core::network::Family;
 use holdfast_net::netlink::Message;
 use holdfast_net::nft::{self, Nft, Table};
 use serde_json::json;

@@ -2,14 +2,16 @@
 
 use std::collections::BTreeSet;
 use std::io::ErrorKind;
-use std::net::TcpListener;
-use std::time::Duration;
+use std::net::{SocketAddr, TcpListener, UdpSocket};
+use std::time::{Duration, Instant};
 
-use holdfast_core::services::Family;
+use holdfast_core::network::Family;
 use holdfast_net::conntrack::Conntrack;
 use holdfast_proxy::services::Settings;
 use serde_json::json;
 
+use crate::namespace::Namespace;
+use crate::skip::skipped;
 use crate::world::{Answer, World, address, ask, call, connect, datagram, settings, udp};
 
 /// How long a client waits for an answer that must not come.
@@ -267,6 +269,70 @@ fn load_balancers_check_their_clients() {
         }
         assert_eq!(world.audit(), [""; 0]);
     }
+}
+
+/// Fills the connection tracking of a namespace, which counts its own flows only. `None` if its maximum is too large for a test.
+fn fill_connection_tracking(namespace: &Namespace) -> Option<()> {
+    let read = |name: &str| -> usize {
+        let path = format!("/proc/sys/net/netfilter/{name}");
+        let text = std::fs::read_to_string(path).unwrap();
+        text.trim().parse().unwrap()
+    };
+    namespace.inside(|| {
+        let max = read("nf_conntrack_max");
+        if max > 300_000 {
+            return None;
+        }
+        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        for round in 0..20 {
+            for port in 1..=u16::MAX {
+                // An error belongs to an earlier datagram, which no program has received.
+                let target = SocketAddr::from(([127, 0, 9, round], port));
+                let _ = socket.send_to(b"x", target);
+            }
+            if read("nf_conntrack_count") >= max {
+                return Some(());
+            }
+        }
+        panic!("{} of {max} flows", read("nf_conntrack_count"));
+    })
+}
+
+#[test]
+fn rules_change_and_flows_end_while_connection_tracking_is_full() {
+    let Some(mut world) = World::new(Family::V4) else {
+        return;
+    };
+    world.set_up(json!({}), &[2]);
+    if fill_connection_tracking(&world.node).is_none() {
+        skipped("nf_conntrack_max is too large to fill the table");
+        return;
+    }
+    // The kernel drops another flow for a new one, or else the packet.
+    let service = world.to("service", 20, 53);
+    let ask = |world: &World| {
+        let begun = Instant::now();
+        loop {
+            let socket = udp(&world.client, service);
+            socket.set_read_timeout(Some(SHORT)).unwrap();
+            match datagram(&socket) {
+                Ok(answer) => return (socket, answer.endpoint),
+                Err(error) => assert!(begun.elapsed() < SHORT * 20, "{error}"),
+            }
+        }
+    };
+    let (socket, endpoint) = ask(&world);
+    assert_eq!(endpoint, 2);
+    let begun = Instant::now();
+    let committed = world.set_up(json!({}), &[3]);
+    let took = begun.elapsed();
+    assert_eq!((committed.deleted_flows, committed.flows_left), (1, None));
+    assert!(took < Duration::from_secs(5), "{took:?}");
+    assert_eq!(world.audit(), [""; 0]);
+    assert_eq!(ask(&world).1, 3);
+    // The same client reaches the new endpoint as well, once the kernel has room for its flow.
+    let answers = (0..20).filter_map(|_| datagram(&socket).ok());
+    assert_eq!(answers.map(|answer| answer.endpoint).next(), Some(3));
 }
 
 #[test]

@@ -5,7 +5,8 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
-use holdfast_core::services::{Family, NodeFacts};
+use holdfast_core::network::Family;
+use holdfast_core::services::NodeFacts;
 use holdfast_proxy::services::{Committed, DataPlane, Settings};
 use k8s_openapi::api::core::v1::Service;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
