@@ -172,6 +172,7 @@ async fn run(command: Command, parsed_flags: fields::ParsedFlags) -> anyhow::Res
             (settings.agent_config, settings.agent_port) = (flags.agent_config, flags.agent_port);
             settings.join = flags.join;
             settings.tls_san = flags.tls_san;
+            settings.heartbeat_grace = flags.node_monitor_grace_period;
             settings.api_bind_addresses = flags.api_bind_address;
             settings.node_name = flags.node_name.unwrap_or(settings.node_name);
             settings.agent_port()?;

@@ -161,7 +161,8 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let scheduler = scheduler::run(client.clone(), caches.clone());
     parts.spawn(run_named("the scheduler", scheduler));
     let signers = (sign, sign_token);
-    let controllers = controllers::run(client, caches, ca, Some(directories), signers, ranges);
+    let nodes = (ranges, settings.nodes.heartbeat_grace);
+    let controllers = controllers::run(client, caches, ca, Some(directories), signers, nodes);
     parts.spawn(run_named("the controllers", controllers));
     parts.spawn(run_named("the event clean-up", expire_events(api)));
     let release = holdfast_sys::memory::release_free_memory(MAX_FREE_BYTES);

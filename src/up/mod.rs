@@ -310,6 +310,8 @@ fn start_control_plane(settings: &Settings, component: &Component) -> anyhow::Re
             .map(|name| format!("--tls-san={name}")),
     );
     let more = settings.api_bind_addresses.iter();
+    let grace = settings.heartbeat_grace.iter();
+    arguments.extend(grace.map(|g| format!("--node-monitor-grace-period={}ms", g.as_millis())));
     arguments.extend(more.map(|address| format!("--bind-address={address}")));
     component.start_supervised(&own, &arguments)
 }
