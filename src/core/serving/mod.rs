@@ -60,6 +60,8 @@ pub enum Endpoint {
     Checkpoint(PodTarget),
     /// `/debug/flags/v`.
     Verbosity,
+    /// `/debug/explain/NAMESPACE/NAME`, as the local socket's `/explain/NAMESPACE/NAME`.
+    Explain(PodTarget),
     /// `/statusz`.
     Status,
     /// `/flagz`.
@@ -144,6 +146,10 @@ pub fn route(method: &str, path: &str) -> Route {
             &["POST"][..],
         ),
         ["debug", "flags", "v"] => (Some(Endpoint::Verbosity), &["PUT"][..]),
+        ["debug", "explain", namespace, pod] => (
+            parse_pod_target(&[namespace, pod]).map(Endpoint::Explain),
+            get,
+        ),
         ["statusz"] => (Some(Endpoint::Status), get),
         ["flagz"] => (Some(Endpoint::Flags), get),
         _ => (None, get),
@@ -171,6 +177,7 @@ pub fn disabled_response(endpoint: &Endpoint) -> Option<Rejection> {
         Endpoint::Config
         | Endpoint::Checkpoint(_)
         | Endpoint::Verbosity
+        | Endpoint::Explain(_)
         | Endpoint::Status
         | Endpoint::Flags => Some((404, "404 page not found".into())),
     }
@@ -546,6 +553,13 @@ mod tests {
                 Route::MethodNotAllowed,
                 "delete",
                 &["pods", "proxy"],
+            ),
+            (
+                "GET",
+                "/debug/explain/n/p",
+                found(Endpoint::Explain(place(None, ""))),
+                "get",
+                &["proxy"],
             ),
             (
                 "GET",
