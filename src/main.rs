@@ -185,7 +185,7 @@ async fn run(command: Command, parsed_flags: fields::ParsedFlags) -> anyhow::Res
         }
         Command::Down(flags) => {
             let settings = up::Settings::new(&flags.name, flags.containerd_endpoint, 0).await?;
-            Box::pin(up::down(settings, flags.purge)).await
+            Box::pin(up::down(settings, flags.purge, flags.kubeconfig)).await
         }
         Command::Token { cluster, what } => token(&cluster, what).await,
         Command::Join(flags) => join(*flags).await,

@@ -412,6 +412,9 @@ pub struct DownFlags {
     /// Remove the cluster's data too: objects, certificates, images.
     #[arg(long)]
     pub purge: bool,
+    /// The administrator's kubeconfig, with which the Node of a machine that joined is deleted.
+    #[arg(long, value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
 }
 
 /// Flags of the control plane.

@@ -4,78 +4,9 @@
 
 use crate::support;
 
-use std::process::{Command, Output};
+use support::{Cluster, command_with_timeout};
 
-use support::{Cluster, command_with_timeout, holdfast};
-
-/// The network of the test, between the first machine (.1) and the second (.2).
-const NETWORK: &str = "198.18.83";
-
-fn ip(arguments: &str) {
-    let output = Command::new("ip")
-        .args(arguments.split_whitespace())
-        .output()
-        .unwrap();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "ip {arguments}: {errors}");
-}
-
-/// The second machine. Its cluster's data and its namespace are removed on drop.
-struct Machine {
-    name: String,
-}
-
-impl Machine {
-    fn new() -> Machine {
-        let machine = Machine {
-            name: "t-joined".to_owned(),
-        };
-        // An interrupted run leaves its machine behind.
-        machine.remove();
-        let name = &machine.name;
-        ip(&format!("netns add {name}"));
-        ip(&format!(
-            "link add hf-joined type veth peer name eth0 netns {name}"
-        ));
-        ip(&format!("address add {NETWORK}.1/24 dev hf-joined"));
-        ip("link set hf-joined up");
-        ip(&format!("-n {name} address add {NETWORK}.2/24 dev eth0"));
-        ip(&format!("-n {name} link set eth0 up"));
-        ip(&format!("-n {name} link set lo up"));
-        ip(&format!("-n {name} route add default via {NETWORK}.1"));
-        machine
-    }
-
-    /// Runs `holdfast` on the second machine. Only the network is another one: `ip netns exec` would hide the cgroups.
-    fn run(&self, arguments: &[&str]) -> Output {
-        let mut command = command_with_timeout("nsenter");
-        command.arg(format!("--net=/run/netns/{}", self.name));
-        command.arg(holdfast()).args(arguments).output().unwrap()
-    }
-
-    fn remove(&self) {
-        if std::path::Path::new("/run/netns").join(&self.name).exists() {
-            self.run(&["down", "--purge", "--name", &self.name]);
-            let _ = Command::new("ip")
-                .args(["netns", "delete", &self.name])
-                .output();
-        }
-    }
-}
-
-impl Drop for Machine {
-    fn drop(&mut self) {
-        if std::thread::panicking() && std::env::var_os("HOLDFAST_KEEP").is_some() {
-            return;
-        }
-        self.remove();
-    }
-}
-
-fn text(output: &Output) -> String {
-    let of = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    of(&output.stdout) + &of(&output.stderr)
-}
+use crate::machine::{Machine, Network, join_words, text};
 
 #[test]
 fn a_second_machine_joins_with_a_token() {
@@ -85,19 +16,10 @@ fn a_second_machine_joins_with_a_token() {
     let mut cluster = Cluster::new("joining", 83);
     cluster.ranges = Some(["10.183.0.0/16", "10.183.83.0/24"]);
     let cluster = cluster.started();
-    let machine = Machine::new();
-    let server = format!("{}:{}", cluster.node_address(), 16_400 + 83);
-    let create = [
-        "token",
-        "create",
-        "--print-join",
-        "--server",
-        &server,
-        "--ttl",
-        "1h",
-    ];
-    let command = cluster.holdfast(&create);
-    let words: Vec<&str> = command.split_whitespace().skip(1).collect();
+    let network = Network::new(83);
+    let machine = Machine::new(&network, "joined", 2);
+    let words = join_words(&cluster);
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let more = ["--name", machine.name.as_str(), "--node-name", "second"];
 
     // Without a token, the machine has no credentials; with another hash, it does not trust the cluster.
@@ -158,4 +80,92 @@ fn the_second_node_runs_pods(cluster: &Cluster, machine: &Machine) {
         output.status.success()
     });
     cluster.kubectl(&["delete", "pod", "there"]);
+}
+
+/// `down` on a joined machine: its pods move, nothing of them is left, and a further `join` uses the node again. An administrator's
+/// kubeconfig removes the Node. Without the API, the machine stops nevertheless.
+#[test]
+fn a_machine_leaves_its_cluster() {
+    if support::skip::needs_bundled("bootstrap tokens of `holdfast token`") {
+        return;
+    }
+    let mut cluster = Cluster::new("leaving", 80);
+    cluster.ranges = Some(["10.180.0.0/16", "10.180.80.0/24"]);
+    let cluster = cluster.started();
+    let network = Network::new(80);
+    let machine = Machine::new(&network, "leaving-2", 2);
+    // Before the second node joins, this is the first one's.
+    let address = cluster.node_address();
+    let words = join_words(&cluster);
+    machine.join(&words, "second", &[]);
+    let image = "--image=holdfast.local/demo:1";
+    cluster.kubectl(&["create", "deployment", "web", image, "--replicas=2"]);
+    cluster.kubectl(&["rollout", "status", "deployment/web"]);
+    assert!(nodes_of_pods(&cluster).contains(&"second".to_owned()));
+
+    let down = ["down", "--name", &machine.name];
+    let output = machine.run(&down);
+    let printed = text(&output);
+    assert!(output.status.success(), "{printed}");
+    assert!(printed.contains("kubectl delete node second"), "{printed}");
+    assert!(!printed.contains("not evicted"), "{printed}");
+    let second = cluster.object("/api/v1/nodes/second");
+    assert_eq!(second["spec"]["unschedulable"], true);
+    cluster.wait("the pods on the first node", || {
+        let pods = cluster.pods();
+        let ready = pods
+            .iter()
+            .filter(|p| support::condition(p, "Ready") == "True");
+        ready.count() == 2 && !nodes_of_pods(&cluster).contains(&"second".to_owned())
+    });
+    for (program, arguments) in [
+        ("ip", "route show proto 72"),
+        ("ip", "-o link show type bridge"),
+        ("ip", "-o link show type dummy"),
+    ] {
+        let output = machine.command(program).args(arguments.split(' ')).output();
+        let left = text(&output.unwrap());
+        assert!(left.is_empty(), "{program} {arguments}: {left}");
+    }
+
+    // The table of masquerading is shared by all networks of a machine and stays, without rules of this one.
+    let rules = machine.command("nft").args(["list", "ruleset"]).output();
+    let rules = text(&rules.unwrap());
+    assert!(
+        !rules.contains("10.180.") && !rules.contains("holdfast"),
+        "{rules}"
+    );
+
+    // The node keeps its certificate, and is used again.
+    machine.join(&words[..2], "second", &[]);
+    let second = cluster.object("/api/v1/nodes/second");
+    assert!(second["spec"]["unschedulable"].is_null(), "{second}");
+
+    // The administrator's kubeconfig names 127.0.0.1, which is another machine there.
+    let remote = tempfile::NamedTempFile::new().unwrap();
+    let local = std::fs::read_to_string(cluster.data().join("kubeconfig")).unwrap();
+    let local = local.replace("127.0.0.1", &address);
+    std::fs::write(remote.path(), local).unwrap();
+    let admin = ["--kubeconfig", remote.path().to_str().unwrap()];
+    let printed = text(&machine.run(&[&down[..], &admin].concat()));
+    assert!(printed.contains("Node second was removed"), "{printed}");
+    let nodes = cluster.object("/api/v1/nodes");
+    assert_eq!(nodes["items"].as_array().unwrap().len(), 1, "{nodes}");
+
+    machine.join(&words[..2], "second", &[]);
+    machine.unplug();
+    let output = machine.run(&down);
+    let printed = text(&output);
+    assert!(output.status.success(), "{printed}");
+    assert!(
+        printed.contains("pods of node second were not evicted"),
+        "{printed}"
+    );
+    assert!(printed.contains("kubectl delete node second"), "{printed}");
+}
+
+fn nodes_of_pods(cluster: &Cluster) -> Vec<String> {
+    let pods = cluster.pods();
+    let nodes = pods.iter().filter_map(|p| p["spec"]["nodeName"].as_str());
+    nodes.map(str::to_owned).collect()
 }
