@@ -80,7 +80,7 @@ enum Treatment {
     Wait,
     /// No controller would create it again, so only the removal of the Node deletes it.
     Keep,
-    /// It has finished, or belongs to this node alone (static pods and DaemonSets).
+    /// A finished pod, or a pod of this node alone (static pods and DaemonSets).
     Ignore,
 }
 

@@ -161,19 +161,19 @@ fn three_machines_are_one_cluster() {
 /// Only the first client may reach the pods, wherever they are.
 fn a_policy_holds_across_nodes(
     machines: &Machines,
-    [friend, strangers @ ..]: &[String; 3],
+    [friend, others @ ..]: &[String; 3],
     addresses: &BTreeSet<String>,
 ) {
     let policy = json!({"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": "friend"},
         "spec": {"podSelector": {"matchLabels": {"app": "web"}}, "policyTypes": ["Ingress"],
             "ingress": [{"from": [{"podSelector": {"matchLabels": {"client": "0"}}}]}]}});
     machines.cluster.apply(&policy.to_string());
-    for stranger in strangers {
+    for other in others {
         for host in addresses {
-            let what = format!("{stranger} is kept from {host}");
+            let what = format!("the policy keeps {other} from {host}");
             machines
                 .cluster
-                .wait(&what, || !machines.has_page(stranger, host));
+                .wait(&what, || !machines.has_page(other, host));
         }
     }
     for host in addresses {
@@ -182,9 +182,9 @@ fn a_policy_holds_across_nodes(
     machines
         .cluster
         .kubectl(&["delete", "networkpolicy", "friend"]);
-    for stranger in strangers {
+    for other in others {
         for host in addresses {
-            machines.wait_page(stranger, host);
+            machines.wait_page(other, host);
         }
     }
 }
