@@ -20,7 +20,7 @@ use holdfast_core::version::KUBERNETES;
 pub const CLUSTER_RANGE: &str = "10.244.0.0/16";
 
 /// Default maximum time of a node without heartbeats, as in kube-controller-manager.
-pub const DEFAULT_HEARTBEAT_GRACE: Duration = Duration::from_secs(50);
+pub(crate) const DEFAULT_HEARTBEAT_GRACE: Duration = Duration::from_secs(50);
 
 /// Settings for several nodes.
 #[derive(Debug, Clone)]

@@ -118,23 +118,7 @@ fn a_machine_leaves_its_cluster() {
             .filter(|p| support::condition(p, "Ready") == "True");
         ready.count() == 2 && !nodes_of_pods(&cluster).contains(&"second".to_owned())
     });
-    for (program, arguments) in [
-        ("ip", "route show proto 72"),
-        ("ip", "-o link show type bridge"),
-        ("ip", "-o link show type dummy"),
-    ] {
-        let output = machine.command(program).args(arguments.split(' ')).output();
-        let left = text(&output.unwrap());
-        assert!(left.is_empty(), "{program} {arguments}: {left}");
-    }
-
-    // The table of masquerading is shared by all networks of a machine and stays, without rules of this one.
-    let rules = machine.command("nft").args(["list", "ruleset"]).output();
-    let rules = text(&rules.unwrap());
-    assert!(
-        !rules.contains("10.180.") && !rules.contains("holdfast"),
-        "{rules}"
-    );
+    nothing_is_left(&machine);
 
     // The node keeps its certificate, and is used again.
     machine.join(&words[..2], "second", &[]);
@@ -162,6 +146,27 @@ fn a_machine_leaves_its_cluster() {
         "{printed}"
     );
     assert!(printed.contains("kubectl delete node second"), "{printed}");
+}
+
+/// A stopped machine has no routes, links and rules of its node.
+fn nothing_is_left(machine: &Machine) {
+    for (program, arguments) in [
+        ("ip", "route show proto 72"),
+        ("ip", "-o link show type bridge"),
+        ("ip", "-o link show type dummy"),
+    ] {
+        let output = machine.command(program).args(arguments.split(' ')).output();
+        let left = text(&output.unwrap());
+        assert!(left.is_empty(), "{program} {arguments}: {left}");
+    }
+
+    // The table of masquerading is shared by all networks of a machine and stays, without rules of this one.
+    let rules = machine.command("nft").args(["list", "ruleset"]).output();
+    let rules = text(&rules.unwrap());
+    assert!(
+        !rules.contains("10.180.") && !rules.contains("holdfast"),
+        "{rules}"
+    );
 }
 
 fn nodes_of_pods(cluster: &Cluster) -> Vec<String> {

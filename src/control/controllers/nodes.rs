@@ -543,7 +543,6 @@ impl Controller {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::join::DEFAULT_HEARTBEAT_GRACE;
     use jiff::SignedDuration;
 
     fn at(seconds: i64) -> Timestamp {
@@ -688,7 +687,7 @@ mod tests {
             .expect("a lease")
         };
         let (mut heartbeats, node) = (
-            Heartbeats::new(DEFAULT_HEARTBEAT_GRACE),
+            Heartbeats::new(Duration::from_secs(50)),
             node("True", json!({})),
         );
         let start = Instant::now();
@@ -710,7 +709,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn time_while_the_controller_was_stopped_is_not_counted_as_silence() {
         let (mut heartbeats, node) = (
-            Heartbeats::new(DEFAULT_HEARTBEAT_GRACE),
+            Heartbeats::new(Duration::from_secs(50)),
             node("True", json!({})),
         );
         let start = Instant::now();
