@@ -137,8 +137,12 @@ fn a_machine_leaves_its_cluster() {
     assert_eq!(nodes["items"].as_array().unwrap().len(), 1, "{nodes}");
 
     machine.join(&words[..2], "second", &[]);
+    it_stops_without_the_api(&machine);
+}
+
+fn it_stops_without_the_api(machine: &Machine) {
     machine.unplug();
-    let output = machine.run(&down);
+    let output = machine.run(&["down", "--name", &machine.name]);
     let printed = text(&output);
     assert!(output.status.success(), "{printed}");
     assert!(
