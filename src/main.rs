@@ -172,6 +172,7 @@ async fn run(command: Command, parsed_flags: fields::ParsedFlags) -> anyhow::Res
             (settings.agent_config, settings.agent_port) = (flags.agent_config, flags.agent_port);
             settings.join = flags.join;
             settings.tls_san = flags.tls_san;
+            settings.heartbeat_grace = flags.node_monitor_grace_period;
             settings.api_bind_addresses = flags.api_bind_address;
             settings.node_name = flags.node_name.unwrap_or(settings.node_name);
             settings.agent_port()?;
@@ -184,7 +185,7 @@ async fn run(command: Command, parsed_flags: fields::ParsedFlags) -> anyhow::Res
         }
         Command::Down(flags) => {
             let settings = up::Settings::new(&flags.name, flags.containerd_endpoint, 0).await?;
-            Box::pin(up::down(settings, flags.purge)).await
+            Box::pin(up::down(settings, flags.purge, flags.kubeconfig)).await
         }
         Command::Token { cluster, what } => token(&cluster, what).await,
         Command::Join(flags) => join(*flags).await,

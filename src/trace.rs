@@ -1,6 +1,8 @@
-//! `holdfast trace`: collects the story of an object and of what it led to, from the API and from this machine's agent.
+//! `holdfast trace`: collects the story of an object and of what it led to, from the API and from the agents of
+//! its pods' nodes.
 
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use jiff::Timestamp;
@@ -17,6 +19,9 @@ use crate::ask;
 const MOST_CHAPTERS: usize = 50;
 /// The maximum number of owners between the subject and an object.
 const DEEPEST: usize = 3;
+
+/// Maximum time for the answer of an agent on another node, which may be down.
+const AGENT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A kind whose objects can be traced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -244,17 +249,42 @@ impl Collector<'_> {
             chapter.missing.push("the pod has no node yet".to_owned());
             return;
         }
-        let answer = match &self.agent {
-            Some(socket) => ask::explain(socket, self.namespace, name).await,
-            None => Err(anyhow::anyhow!("no agent runs on this machine")),
+        let local = match &self.agent {
+            Some(socket) => ask::explain(socket, self.namespace, name).await.ok(),
+            None => None,
+        };
+        let answer = match local.filter(|local| local.uid == uid) {
+            Some(explanation) => Ok(explanation),
+            None => self.remote_explanation(node, name, uid).await,
         };
         match answer {
-            Ok(explanation) if explanation.uid == uid => chapter.steps.extend(steps(&explanation, Timestamp::now())),
-            Ok(_) | Err(_) => chapter.missing.push(format!(
-                "the steps of the agent on node {node} are not known here; run `holdfast explain pod {name} -n {}` there",
+            Ok(explanation) => chapter.steps.extend(steps(&explanation, Timestamp::now())),
+            Err(why) => chapter.missing.push(format!(
+                "the steps of the agent on node {node} are not known: {why:#}; run `holdfast explain pod {name} -n {}` there",
                 self.namespace
             )),
         }
+    }
+
+    /// Reads the explanation of the agent on another node, through the API.
+    async fn remote_explanation(
+        &self,
+        node: &str,
+        name: &str,
+        uid: &str,
+    ) -> anyhow::Result<Explanation> {
+        let namespace = self.namespace;
+        let path = format!("/api/v1/nodes/{node}/proxy/debug/explain/{namespace}/{name}");
+        let answer = tokio::time::timeout(AGENT_TIMEOUT, self.get(&path)).await;
+        let answer = answer.context("the agent does not answer in time")??;
+        let answer = answer.context("the agent does not know the pod")?;
+        let explanation: Explanation = serde_json::from_value(answer)
+            .context("the agent's answer cannot be decoded; it may have another version")?;
+        anyhow::ensure!(
+            explanation.uid == uid,
+            "the agent knows only another pod of this name"
+        );
+        Ok(explanation)
     }
 }
 

@@ -15,6 +15,12 @@ fn parse_hash(text: &str) -> Result<AuthorityHash, String> {
     AuthorityHash::parse(text).map_err(|e| e.to_string())
 }
 
+/// Parses a period without heartbeats. Agents renew their leases in a quarter of the lease's duration, which has whole seconds.
+pub(super) fn parse_grace(text: &str) -> Result<std::time::Duration, String> {
+    let grace = holdfast_core::time::duration(text).filter(|grace| grace.as_secs() > 0);
+    grace.ok_or_else(|| format!("{text:?} is not a duration of at least 1s; use for example 50s"))
+}
+
 pub(super) fn parse_name(text: &str) -> Result<String, String> {
     parse_certified_name(text).map_err(|e| e.to_string())
 }
@@ -134,6 +140,10 @@ pub struct NodeFlags {
     /// Another DNS name or address in the certificate of the API. May be given several times.
     #[arg(long, value_name = "NAME", value_parser = parse_name)]
     pub tls_san: Vec<String>,
+    /// How long a node may send no heartbeat until it is not ready. Agents send one every 10 seconds, or in a quarter of their
+    /// `nodeLeaseDurationSeconds`.
+    #[arg(long, value_name = "DURATION", value_parser = parse_grace, default_value = "50s")]
+    pub node_monitor_grace_period: std::time::Duration,
 }
 
 impl NodeFlags {
@@ -145,6 +155,7 @@ impl NodeFlags {
             prefixes: (self.node_cidr_mask_size, self.node_cidr_mask_size_ipv6),
             own: self.node_pod_cidr,
             certified: self.tls_san,
+            heartbeat_grace: self.node_monitor_grace_period,
         }
     }
 }
@@ -152,6 +163,24 @@ impl NodeFlags {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_grace_period_has_seconds() {
+        for (text, seconds) in [
+            ("50s", Some(50)),
+            ("1m10s", Some(70)),
+            ("0", None),
+            ("900ms", None),
+            ("x", None),
+            ("", None),
+        ] {
+            assert_eq!(
+                parse_grace(text).ok().map(|g| g.as_secs()),
+                seconds,
+                "{text}"
+            );
+        }
+    }
 
     #[test]
     fn a_nodes_range_has_a_name_and_a_network() {

@@ -372,6 +372,9 @@ pub struct UpFlags {
     /// several times.
     #[arg(long, value_name = "NAME", value_parser = join::parse_name)]
     pub tls_san: Vec<String>,
+    /// How long a node may send no heartbeat until it is not ready [default: 50s].
+    #[arg(long, value_name = "DURATION", value_parser = join::parse_grace)]
+    pub node_monitor_grace_period: Option<std::time::Duration>,
     /// The port of the agent's HTTP API [default: 10250 if the API port is 6443, else the API port + 1000].
     #[arg(long, value_name = "PORT")]
     pub agent_port: Option<u16>,
@@ -409,6 +412,9 @@ pub struct DownFlags {
     /// Remove the cluster's data too: objects, certificates, images.
     #[arg(long)]
     pub purge: bool,
+    /// The administrator's kubeconfig, with which the Node of a machine that joined is deleted.
+    #[arg(long, value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
 }
 
 /// Flags of the control plane.

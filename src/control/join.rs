@@ -4,6 +4,7 @@
 //! `kubeadm join` reads the same objects, so it works against this control plane as `holdfast join` does.
 
 use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
 
 use base64::Engine as _;
 use ipnet::IpNet;
@@ -18,6 +19,9 @@ use holdfast_core::version::KUBERNETES;
 /// The address range of pods in all nodes, unless the administrator chooses another.
 pub const CLUSTER_RANGE: &str = "10.244.0.0/16";
 
+/// Default maximum time of a node without heartbeats, as in kube-controller-manager.
+pub(crate) const DEFAULT_HEARTBEAT_GRACE: Duration = Duration::from_secs(50);
+
 /// Settings for several nodes.
 #[derive(Debug, Clone)]
 pub struct NodeSettings {
@@ -29,6 +33,8 @@ pub struct NodeSettings {
     pub own: Option<(String, IpNet)>,
     /// Further DNS names and addresses in the certificate of the API.
     pub certified: Vec<String>,
+    /// Maximum time of a node without heartbeats; then its pods are not ready, and are evicted.
+    pub heartbeat_grace: Duration,
 }
 
 impl Default for NodeSettings {
@@ -38,6 +44,7 @@ impl Default for NodeSettings {
             prefixes: DEFAULT_PREFIXES,
             own: None,
             certified: vec![],
+            heartbeat_grace: DEFAULT_HEARTBEAT_GRACE,
         }
     }
 }

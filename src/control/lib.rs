@@ -118,23 +118,10 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     })?;
     let port = listeners.port().unwrap_or(settings.port);
 
-    let controller = pki.client(
-        "controller-manager",
-        "system:kube-controller-manager",
-        &["system:masters"],
-    )?;
-    let kubeconfig = settings.dir.join("controller-manager.kubeconfig");
-    holdfast_sys::file::replace(
-        &kubeconfig,
-        pki::kubeconfig(
-            &format!("https://127.0.0.1:{port}"),
-            &pki.ca,
-            "controller-manager",
-            &controller,
-        )
-        .as_bytes(),
-    )?;
-    let client = holdfast_kubeapi::client::connect(&kubeconfig).await?;
+    let dir = settings.dir.as_path();
+    let client = own_client(&pki, dir, port, "controller-manager").await?;
+    // The scheduler has a user of its own, so that the records of requests name it.
+    let scheduler_client = own_client(&pki, dir, port, "scheduler").await?;
     let ca = pki.ca.clone();
     let caches = controllers::Caches::start(&client);
     let sign: controllers::Sign = std::sync::Arc::new(move |asked, client, seconds| {
@@ -158,15 +145,32 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let mut parts = Parts::new();
     let server = api::server::serve(api.clone(), listeners, tls);
     parts.spawn(run_named("the API server", server));
-    let scheduler = scheduler::run(client.clone(), caches.clone());
+    let scheduler = scheduler::run(scheduler_client, caches.clone());
     parts.spawn(run_named("the scheduler", scheduler));
     let signers = (sign, sign_token);
-    let controllers = controllers::run(client, caches, ca, Some(directories), signers, ranges);
+    let nodes = (ranges, settings.nodes.heartbeat_grace);
+    let controllers = controllers::run(client, caches, ca, Some(directories), signers, nodes);
     parts.spawn(run_named("the controllers", controllers));
     parts.spawn(run_named("the event clean-up", expire_events(api)));
     let release = holdfast_sys::memory::release_free_memory(MAX_FREE_BYTES);
     parts.spawn(run_named("the release of memory", release));
     Err(wait_for_exit(parts).await)
+}
+
+/// A client of a part of the control plane, which may do everything, with the user `system:kube-PART`.
+async fn own_client(
+    pki: &pki::Pki,
+    dir: &std::path::Path,
+    port: u16,
+    part: &str,
+) -> anyhow::Result<kube::Client> {
+    let user = format!("system:kube-{part}");
+    let pair = pki.client(part, &user, &["system:masters"])?;
+    let kubeconfig = dir.join(format!("{part}.kubeconfig"));
+    let server = format!("https://127.0.0.1:{port}");
+    let text = pki::kubeconfig(&server, &pki.ca, part, &pair);
+    holdfast_sys::file::replace(&kubeconfig, text.as_bytes())?;
+    Ok(holdfast_kubeapi::client::connect(&kubeconfig).await?)
 }
 
 /// The number of free bytes above which they are returned to the system.

@@ -10,7 +10,7 @@ use anyhow::{Context as _, bail};
 
 use super::images;
 use super::messages;
-use super::settings::Settings;
+use super::settings::{Dirs, Settings};
 use holdfast_cri::{CriClient, Runtime as _};
 use holdfast_sys::process::find_program;
 use holdfast_sys::selinux;
@@ -52,6 +52,13 @@ impl Machine {
     }
 }
 
+/// The directories with a `hosts.toml` for each registry: those of the cluster and of the machine. containerd uses the first one
+/// that has the registry, and reads it at each pull.
+fn registries(dirs: &Dirs) -> PathBuf {
+    let own = dirs.data.join("certs.d");
+    PathBuf::from(format!("{}:/etc/containerd/certs.d", own.display()))
+}
+
 /// Returns containerd's configuration file.
 #[must_use]
 pub fn config(settings: &Settings, machine: Machine) -> String {
@@ -69,9 +76,10 @@ pub fn config(settings: &Settings, machine: Machine) -> String {
     );
     let _ = writeln!(
         text,
-        "[plugins.\"io.containerd.grpc.v1.cri\"]\n  sandbox_image = \"{}\"\n  stream_server_address = \"127.0.0.1\"\n  restrict_oom_score_adj = {}\n  enable_selinux = {selinux}\n\n  [plugins.\"io.containerd.grpc.v1.cri\".cni]\n    bin_dir = {}\n    conf_dir = {}\n\n  [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc]\n    runtime_type = \"io.containerd.runc.v2\"\n    [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc.options]\n      SystemdCgroup = {systemd}",
+        "[plugins.\"io.containerd.grpc.v1.cri\"]\n  sandbox_image = \"{}\"\n  stream_server_address = \"127.0.0.1\"\n  restrict_oom_score_adj = {}\n  enable_selinux = {selinux}\n\n  [plugins.\"io.containerd.grpc.v1.cri\".registry]\n    config_path = {}\n\n  [plugins.\"io.containerd.grpc.v1.cri\".cni]\n    bin_dir = {}\n    conf_dir = {}\n\n  [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc]\n    runtime_type = \"io.containerd.runc.v2\"\n    [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc.options]\n      SystemdCgroup = {systemd}",
         images::PAUSE,
         !may_lower_oom_score(),
+        toml(&registries(dirs)),
         toml(&dirs.data.join("cni/bin")),
         toml(&dirs.data.join("cni/net.d")),
     );
@@ -239,6 +247,9 @@ mod tests {
                 text.contains(&format!("SystemdCgroup = {systemd}")),
                 "{text}"
             );
+            let registries =
+                "config_path = \"/var/lib/holdfast-t/certs.d:/etc/containerd/certs.d\"";
+            assert!(text.contains(registries), "{text}");
         }
     }
 }

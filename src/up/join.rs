@@ -18,7 +18,7 @@ use super::process::Component;
 use super::progress::Progress;
 use super::settings::{Dirs, Joined, Settings};
 use super::{
-    components, containerd, messages, no_runtime, not_started, proxy, ranges, require_root,
+    components, containerd, leave, messages, no_runtime, not_started, proxy, ranges, require_root,
     start_agent, start_containerd, stop_restarts, wait_node,
 };
 use crate::join::discovery::{Discovered, Target, discover};
@@ -335,6 +335,7 @@ async fn start(mut settings: Settings, mut progress: Progress) -> anyhow::Result
     progress.step("agent");
     let started = start_agent(&settings, &components.agent, &endpoint)?;
     let client = wait_credentials(&settings.dirs, &components.agent, started).await?;
+    leave::record(&settings.dirs, &settings.node_name)?;
     progress.step("pod range");
     let pods = wait_range(&client, &settings.node_name, &components.agent).await?;
     settings.ranges.pods = pods;
@@ -350,6 +351,7 @@ async fn start(mut settings: Settings, mut progress: Progress) -> anyhow::Result
     };
     progress.step("node");
     let node = wait_node(&client, &settings.node_name, &components.agent, started).await?;
+    leave::uncordon(&client, &settings.dirs, &node).await?;
     progress.done();
     let version = client.apiserver_version().await.map(|v| v.git_version);
     let version = version.unwrap_or_else(|_| "an unknown version".to_owned());

@@ -208,6 +208,45 @@ pub(super) fn stopped(was_running: bool, kept: Option<&Path>) -> String {
     text
 }
 
+/// Report of `down`: pods that were not evicted.
+pub(super) fn pods_stay(node: &str, pods: &[String]) -> String {
+    format!(
+        "These pods of node {node} have no controller or did not stop in time; they end when the Node is deleted: {}.",
+        pods.join(", ")
+    )
+}
+
+/// Report of `down`: the node was not drained.
+pub(super) fn not_drained(node: &str, why: &str) -> String {
+    format!(
+        "The pods of node {node} were not evicted: {why}. They start elsewhere when the Node is deleted."
+    )
+}
+
+/// Report of `down` without an administrator's kubeconfig.
+pub(super) fn node_stays(node: &str) -> String {
+    format!(
+        "The Node {node} stays in the cluster, and `holdfast join` starts it again. To remove it, run `kubectl delete node {node}` as an administrator."
+    )
+}
+
+/// Report of `down`: the Node was deleted.
+pub(super) fn node_removed(node: &str) -> String {
+    format!("The Node {node} was removed from the cluster.")
+}
+
+/// Report of `down`: the Node cannot be deleted.
+pub(super) fn node_not_removed(node: &str, why: &str) -> String {
+    format!(
+        "The Node {node} was not removed: {why}. Run `kubectl delete node {node}` as an administrator."
+    )
+}
+
+/// Error of `join`: a node that `down` cordoned stays cordoned.
+pub(super) fn not_uncordoned(node: &str, why: &str) -> String {
+    format!("the node {node} is still cordoned: {why}; run `kubectl uncordon {node}`")
+}
+
 /// Error: the cluster has no kubeconfig.
 pub(super) fn no_kubeconfig(file: &Path) -> String {
     format!(

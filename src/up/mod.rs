@@ -4,6 +4,7 @@
 mod containerd;
 pub mod images;
 pub mod join;
+mod leave;
 mod messages;
 mod process;
 mod progress;
@@ -309,6 +310,8 @@ fn start_control_plane(settings: &Settings, component: &Component) -> anyhow::Re
             .iter()
             .map(|name| format!("--tls-san={name}")),
     );
+    let grace = settings.heartbeat_grace.iter();
+    arguments.extend(grace.map(|g| format!("--node-monitor-grace-period={}ms", g.as_millis())));
     let more = settings.api_bind_addresses.iter();
     arguments.extend(more.map(|address| format!("--bind-address={address}")));
     component.start_supervised(&own, &arguments)
@@ -474,8 +477,13 @@ fn is_reported_by(condition: &NodeCondition, component: &Component) -> bool {
     started > Timestamp::now() || heartbeat.0.as_second() >= started.as_second()
 }
 
-/// Stops everything and removes the pods' files, mounts and cgroups from this machine; with `purge` also the data.
-pub async fn down(mut settings: Settings, purge: bool) -> anyhow::Result<()> {
+/// Stops everything and removes the pods' files, mounts and cgroups from this machine; with `purge` also the data. A machine that
+/// has joined evicts its pods before; `admin` is an administrator's kubeconfig, with which its Node is deleted.
+pub async fn down(
+    mut settings: Settings,
+    purge: bool,
+    admin: Option<std::path::PathBuf>,
+) -> anyhow::Result<()> {
     require_root("down")?;
     let recorded = ranges::recorded(&settings.dirs.data)?;
     if let Some(ranges) = &recorded {
@@ -487,6 +495,11 @@ pub async fn down(mut settings: Settings, purge: bool) -> anyhow::Result<()> {
     let dirs = &settings.dirs;
     let components = components(dirs);
     let mut progress = Progress::new();
+    let mut leaving = leave::Leaving::read(dirs, admin)?;
+    if let Some(leaving) = &mut leaving {
+        progress.step("eviction");
+        leaving.drain(dirs, components.agent.pid().is_some()).await;
+    }
     progress.step("agent");
     let mut stopped = components.agent.stop(Duration::from_secs(10))?;
     progress.step("control plane");
@@ -506,6 +519,10 @@ pub async fn down(mut settings: Settings, purge: bool) -> anyhow::Result<()> {
     stopped |= components.containerd.stop(Duration::from_secs(10))?;
     progress.step("leftovers");
     clean_up(settings).await?;
+    let reports = match leaving {
+        Some(leaving) => leaving.finish(dirs).await,
+        None => vec![],
+    };
     progress.done();
     if purge {
         for dir in [&dirs.run, &dirs.data] {
@@ -514,6 +531,9 @@ pub async fn down(mut settings: Settings, purge: bool) -> anyhow::Result<()> {
     }
     let kept = Some(dirs.data.as_path()).filter(|dir| !purge && dir.exists());
     println!("{}", messages::stopped(stopped, kept));
+    for report in reports {
+        println!("{report}");
+    }
     Ok(())
 }
 

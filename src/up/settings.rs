@@ -83,6 +83,8 @@ pub struct Settings {
     pub node_name: String,
     /// Further names and addresses in the certificate of the API.
     pub tls_san: Vec<String>,
+    /// Maximum time of a node without heartbeats; `None` for the default of the control plane.
+    pub heartbeat_grace: Option<std::time::Duration>,
     /// What `holdfast join` has found out about the cluster; `None` for other commands.
     pub joined: Option<Joined>,
 }
@@ -152,6 +154,7 @@ impl Settings {
             join: None,
             joined: None,
             tls_san: vec![],
+            heartbeat_grace: None,
             node_name: holdfast_sys::machine::hostname(),
         })
     }

@@ -16,9 +16,9 @@ use support::Cluster;
 const HTPASSWD: &str = "user:$2b$04$Ix6ZGQBZApkDcv7z/5fA0.vqqvU8T.673W0lcbRS4zuY94hqF78Le\n";
 
 /// A private docker-registry on a port of this machine.
-struct Registry {
+pub(crate) struct Registry {
     process: Child,
-    address: String,
+    pub(crate) address: String,
     _dir: tempfile::TempDir,
 }
 
@@ -26,13 +26,18 @@ impl Registry {
     /// On a free port. A child process that another test starts may hold the port for a moment; then
     /// another one is tried.
     fn start(closed: bool) -> Registry {
+        Self::start_at("127.0.0.1", closed)
+    }
+
+    /// As [`Registry::start`], on an address of this machine.
+    pub(crate) fn start_at(host: &str, closed: bool) -> Registry {
         (0..10)
-            .find_map(|_| Self::try_start(closed))
+            .find_map(|_| Self::try_start(host, closed))
             .expect("a docker-registry runs")
     }
 
-    fn try_start(closed: bool) -> Option<Registry> {
-        let port = std::net::TcpListener::bind("127.0.0.1:0")
+    fn try_start(host: &str, closed: bool) -> Option<Registry> {
+        let port = std::net::TcpListener::bind((host, 0))
             .unwrap()
             .local_addr()
             .unwrap()
@@ -40,7 +45,7 @@ impl Registry {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name).display().to_string();
         let mut config = format!(
-            "version: 0.1\nlog: {{level: error}}\nstorage: {{filesystem: {{rootdirectory: '{}'}}}}\nhttp: {{addr: '127.0.0.1:{port}'}}\n",
+            "version: 0.1\nlog: {{level: error}}\nstorage: {{filesystem: {{rootdirectory: '{}'}}}}\nhttp: {{addr: '{host}:{port}'}}\n",
             path("data")
         );
         if closed {
@@ -59,7 +64,7 @@ impl Registry {
             .expect("docker-registry is installed (make test installs it)");
         let mut registry = Registry {
             process,
-            address: format!("127.0.0.1:{port}"),
+            address: format!("{host}:{port}"),
             _dir: dir,
         };
         let start = std::time::Instant::now();
@@ -77,7 +82,7 @@ impl Registry {
     }
 
     /// Pushes an image of the cluster's containerd under names of this registry.
-    fn push(&self, cluster: &Cluster, namespace: &str, image: &str, names: &[&str]) {
+    pub(crate) fn push(&self, cluster: &Cluster, namespace: &str, image: &str, names: &[&str]) {
         for name in names {
             let target = format!("{}/{name}", self.address);
             for arguments in [

@@ -4,81 +4,13 @@
 
 use crate::support;
 
-use std::process::{Command, Output};
 use std::time::Duration;
 
 use holdfast_control::pki::{Pair, kubeconfig};
 use holdfast_core::node::signing;
-use support::{Cluster, command_with_timeout, holdfast};
+use support::{Cluster, command_with_timeout};
 
-/// The network of the test, between the first machine (.1) and the second (.2).
-const NETWORK: &str = "198.18.83";
-
-fn ip(arguments: &str) {
-    let output = Command::new("ip")
-        .args(arguments.split_whitespace())
-        .output()
-        .unwrap();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "ip {arguments}: {errors}");
-}
-
-/// The second machine. Its cluster's data and its namespace are removed on drop.
-struct Machine {
-    name: String,
-}
-
-impl Machine {
-    fn new() -> Machine {
-        let machine = Machine {
-            name: "t-joined".to_owned(),
-        };
-        // An interrupted run leaves its machine behind.
-        machine.remove();
-        let name = &machine.name;
-        ip(&format!("netns add {name}"));
-        ip(&format!(
-            "link add hf-joined type veth peer name eth0 netns {name}"
-        ));
-        ip(&format!("address add {NETWORK}.1/24 dev hf-joined"));
-        ip("link set hf-joined up");
-        ip(&format!("-n {name} address add {NETWORK}.2/24 dev eth0"));
-        ip(&format!("-n {name} link set eth0 up"));
-        ip(&format!("-n {name} link set lo up"));
-        ip(&format!("-n {name} route add default via {NETWORK}.1"));
-        machine
-    }
-
-    /// Runs `holdfast` on the second machine. Only the network is another one: `ip netns exec` would hide the cgroups.
-    fn run(&self, arguments: &[&str]) -> Output {
-        let mut command = command_with_timeout("nsenter");
-        command.arg(format!("--net=/run/netns/{}", self.name));
-        command.arg(holdfast()).args(arguments).output().unwrap()
-    }
-
-    fn remove(&self) {
-        if std::path::Path::new("/run/netns").join(&self.name).exists() {
-            self.run(&["down", "--purge", "--name", &self.name]);
-            let _ = Command::new("ip")
-                .args(["netns", "delete", &self.name])
-                .output();
-        }
-    }
-}
-
-impl Drop for Machine {
-    fn drop(&mut self) {
-        if std::thread::panicking() && std::env::var_os("HOLDFAST_KEEP").is_some() {
-            return;
-        }
-        self.remove();
-    }
-}
-
-fn text(output: &Output) -> String {
-    let of = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    of(&output.stdout) + &of(&output.stderr)
-}
+use crate::machine::{Machine, Network, join_words, text};
 
 #[test]
 fn a_second_machine_joins_with_a_token() {
@@ -88,19 +20,10 @@ fn a_second_machine_joins_with_a_token() {
     let mut cluster = Cluster::new("joining", 83);
     cluster.ranges = Some(["10.183.0.0/16", "10.183.83.0/24"]);
     let cluster = cluster.started();
-    let machine = Machine::new();
-    let server = format!("{}:{}", cluster.node_address(), 16_400 + 83);
-    let create = [
-        "token",
-        "create",
-        "--print-join",
-        "--server",
-        &server,
-        "--ttl",
-        "1h",
-    ];
-    let command = cluster.holdfast(&create);
-    let words: Vec<&str> = command.split_whitespace().skip(1).collect();
+    let network = Network::new(83);
+    let machine = Machine::new(&network, "joined", 2);
+    let words = join_words(&cluster);
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let more = ["--name", machine.name.as_str(), "--node-name", "second"];
 
     // Without a token, the machine has no credentials; with another hash, it does not trust the cluster.
@@ -191,7 +114,7 @@ fn expiring(cluster: &Cluster, seconds: i64) -> Pair {
 /// The proxy replaces a certificate that expires soon, and follows changes after its end.
 fn the_proxy_renews_its_certificate(cluster: &Cluster, machine: &Machine) {
     const SECONDS: i64 = 20;
-    let data = std::path::Path::new("/var/lib").join(format!("holdfast-{}", machine.name));
+    let data = machine.data();
     let file = data.join("proxy.kubeconfig");
     let before = std::fs::read_to_string(&file).unwrap();
     let server = before
@@ -203,8 +126,7 @@ fn the_proxy_renews_its_certificate(cluster: &Cluster, machine: &Machine) {
     let short = kubeconfig(server.unwrap(), &authority, "proxy", &pair);
     std::fs::write(&file, &short).unwrap();
     // The supervisor starts the proxy again, which checks the certificate at its start.
-    let run = std::path::Path::new("/run").join(format!("holdfast-{}", machine.name));
-    let recorded = std::fs::read_to_string(run.join("proxy.pid")).unwrap();
+    let recorded = std::fs::read_to_string(machine.run_dir().join("proxy.pid")).unwrap();
     let pid: i32 = recorded.split(' ').next().unwrap().parse().unwrap();
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGKILL).unwrap();
     let log = || std::fs::read_to_string(data.join("logs/proxy.log")).unwrap_or_default();
@@ -222,10 +144,106 @@ fn the_proxy_renews_its_certificate(cluster: &Cluster, machine: &Machine) {
     let address = service["spec"]["clusterIP"].as_str().unwrap().to_owned();
     let table = format!("holdfast-{}", machine.name);
     cluster.wait("the rules of a later service", || {
-        let mut nft = command_with_timeout("nsenter");
-        nft.arg(format!("--net=/run/netns/{}", machine.name));
-        let rules = nft.args(["nft", "list", "table", "ip", &table]).output();
+        let mut nft = machine.command("nft");
+        let rules = nft.args(["list", "table", "ip", &table]).output();
         text(&rules.unwrap()).contains(&address)
     });
     cluster.kubectl(&["delete", "service", "later"]);
+}
+
+/// `down` on a joined machine: its pods move, nothing of them is left, and a further `join` uses the node again. An administrator's
+/// kubeconfig removes the Node. Without the API, the machine stops nevertheless.
+#[test]
+fn a_machine_leaves_its_cluster() {
+    if support::skip::needs_bundled("bootstrap tokens of `holdfast token`") {
+        return;
+    }
+    let mut cluster = Cluster::new("leaving", 80);
+    cluster.ranges = Some(["10.180.0.0/16", "10.180.80.0/24"]);
+    let cluster = cluster.started();
+    let network = Network::new(80);
+    let machine = Machine::new(&network, "leaving-2", 2);
+    // Before the second node joins, this is the first one's.
+    let address = cluster.node_address();
+    let words = join_words(&cluster);
+    machine.join(&words, "second", &[]);
+    let image = "--image=holdfast.local/demo:1";
+    cluster.kubectl(&["create", "deployment", "web", image, "--replicas=2"]);
+    cluster.kubectl(&["rollout", "status", "deployment/web"]);
+    assert!(nodes_of_pods(&cluster).contains(&"second".to_owned()));
+
+    let down = ["down", "--name", &machine.name];
+    let output = machine.run(&down);
+    let printed = text(&output);
+    assert!(output.status.success(), "{printed}");
+    assert!(printed.contains("kubectl delete node second"), "{printed}");
+    assert!(!printed.contains("not evicted"), "{printed}");
+    let second = cluster.object("/api/v1/nodes/second");
+    assert_eq!(second["spec"]["unschedulable"], true);
+    cluster.wait("the pods on the first node", || {
+        let pods = cluster.pods();
+        let ready = pods
+            .iter()
+            .filter(|p| support::condition(p, "Ready") == "True");
+        ready.count() == 2 && !nodes_of_pods(&cluster).contains(&"second".to_owned())
+    });
+    nothing_is_left(&machine);
+
+    // The node keeps its certificate, and is used again.
+    machine.join(&words[..2], "second", &[]);
+    let second = cluster.object("/api/v1/nodes/second");
+    assert!(second["spec"]["unschedulable"].is_null(), "{second}");
+
+    // The administrator's kubeconfig names 127.0.0.1, which is another machine there.
+    let remote = tempfile::NamedTempFile::new().unwrap();
+    let local = std::fs::read_to_string(cluster.data().join("kubeconfig")).unwrap();
+    let local = local.replace("127.0.0.1", &address);
+    std::fs::write(remote.path(), local).unwrap();
+    let admin = ["--kubeconfig", remote.path().to_str().unwrap()];
+    let printed = text(&machine.run(&[&down[..], &admin].concat()));
+    assert!(printed.contains("Node second was removed"), "{printed}");
+    let nodes = cluster.object("/api/v1/nodes");
+    assert_eq!(nodes["items"].as_array().unwrap().len(), 1, "{nodes}");
+
+    machine.join(&words[..2], "second", &[]);
+    it_stops_without_the_api(&machine);
+}
+
+fn it_stops_without_the_api(machine: &Machine) {
+    machine.unplug();
+    let output = machine.run(&["down", "--name", &machine.name]);
+    let printed = text(&output);
+    assert!(output.status.success(), "{printed}");
+    assert!(
+        printed.contains("pods of node second were not evicted"),
+        "{printed}"
+    );
+    assert!(printed.contains("kubectl delete node second"), "{printed}");
+}
+
+/// A stopped machine has no routes, links and rules of its node.
+fn nothing_is_left(machine: &Machine) {
+    for (program, arguments) in [
+        ("ip", "route show proto 72"),
+        ("ip", "-o link show type bridge"),
+        ("ip", "-o link show type dummy"),
+    ] {
+        let output = machine.command(program).args(arguments.split(' ')).output();
+        let left = text(&output.unwrap());
+        assert!(left.is_empty(), "{program} {arguments}: {left}");
+    }
+
+    // The table of masquerading is shared by all networks of a machine and stays, without rules of this one.
+    let rules = machine.command("nft").args(["list", "ruleset"]).output();
+    let rules = text(&rules.unwrap());
+    assert!(
+        !rules.contains("10.180.") && !rules.contains("holdfast"),
+        "{rules}"
+    );
+}
+
+fn nodes_of_pods(cluster: &Cluster) -> Vec<String> {
+    let pods = cluster.pods();
+    let nodes = pods.iter().filter_map(|p| p["spec"]["nodeName"].as_str());
+    nodes.map(str::to_owned).collect()
 }

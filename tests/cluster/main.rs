@@ -9,6 +9,8 @@ mod dra;
 mod driver;
 #[path = "../support/logind.rs"]
 mod logind;
+#[path = "../support/machine.rs"]
+mod machine;
 #[path = "../support/plugin.rs"]
 mod plugin;
 #[path = "../support/pod_resources.rs"]
@@ -35,6 +37,7 @@ mod images;
 mod joining;
 mod lifecycle;
 mod logs;
+mod machines;
 mod mounts;
 mod news;
 mod node;

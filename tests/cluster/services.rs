@@ -32,7 +32,7 @@ fn get(address: &str) -> Option<String> {
 }
 
 /// The output of a command in a pod.
-fn output_in_pod(cluster: &Cluster, pod: &str, command: &[&str]) -> String {
+pub(crate) fn output_in_pod(cluster: &Cluster, pod: &str, command: &[&str]) -> String {
     let output = Command::new("kubectl")
         .arg("--kubeconfig")
         .arg(cluster.data().join("kubeconfig"))
@@ -44,7 +44,7 @@ fn output_in_pod(cluster: &Cluster, pod: &str, command: &[&str]) -> String {
 }
 
 /// The page of a URL, from a pod. Debian's static busybox resolves names with `nslookup` only: its `wget` crashes.
-fn get_in_pod(cluster: &Cluster, pod: &str, url: &str) -> Option<String> {
+pub(crate) fn get_in_pod(cluster: &Cluster, pod: &str, url: &str) -> Option<String> {
     let host = url.strip_prefix("http://").unwrap().trim_end_matches('/');
     let (host, port) = host.split_once(':').unwrap_or((host, "80"));
     let address = match host.parse::<std::net::IpAddr>() {

@@ -5,6 +5,7 @@
 
 pub mod client;
 pub mod disk;
+pub mod images;
 mod reader;
 pub mod real;
 pub mod served;
@@ -16,6 +17,8 @@ use std::process::{Command, Output};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+#[allow(unused_imports, reason = "not every test binary imports images")]
+pub use images::{busybox, busybox_alone, busybox_in, ctr};
 use real::ControlPlane;
 use serde_json::{Value, json};
 
@@ -64,6 +67,8 @@ pub struct Cluster {
     pub config: Option<tempfile::NamedTempFile>,
     /// The range of all nodes' pods and that of this node's pods, for a cluster with several nodes.
     pub ranges: Option<[&'static str; 2]>,
+    /// Further flags of `holdfast up`.
+    pub flags: Vec<String>,
     /// Log everything.
     pub verbose: bool,
     /// The address of the system message bus, if it is not this machine's.
@@ -167,6 +172,7 @@ impl Cluster {
             runtime: None,
             config: None,
             ranges: None,
+            flags: vec![],
             verbose: false,
             bus: None,
             reader: reader::Reader::default(),
@@ -232,6 +238,7 @@ impl Cluster {
                 ],
                 None => vec![format!("--pod-cidr=10.199.{}.0/24", self.number)],
             })
+            .args(&self.flags)
             .output();
         succeeded("up", output.unwrap())
     }
@@ -677,76 +684,6 @@ pub fn http_get(address: &str) -> Option<String> {
     let mut text = String::new();
     stream.read_to_string(&mut text).ok()?;
     text.split_once("\r\n\r\n").map(|(_, body)| body.to_owned())
-}
-
-/// Runs containerd's own client in one of its namespaces; it must succeed.
-pub fn ctr(cluster: &Cluster, namespace: &str, arguments: &[&str]) -> String {
-    let socket = cluster.run_dir().join("containerd.sock");
-    let output = command_with_timeout("ctr")
-        .arg("--address")
-        .arg(socket)
-        .args(["--namespace", namespace])
-        .args(arguments)
-        .output();
-    succeeded(&format!("ctr {arguments:?}"), output.unwrap())
-}
-
-/// Imports a busybox image made from Debian's static busybox, and returns its name.
-pub fn busybox(cluster: &Cluster) -> String {
-    busybox_in(cluster, "k8s.io", "test.local/busybox:1", b"")
-}
-
-/// As [`busybox`], into a namespace of containerd and under a name; different marks produce different layers.
-pub fn busybox_in(cluster: &Cluster, namespace: &str, name: &'static str, mark: &[u8]) -> String {
-    let commands = [
-        "sh", "cat", "echo", "busybox", "test", "grep", "wget", "sleep", "false", "true", "ls",
-    ];
-    import_busybox(cluster, namespace, name, mark, &commands)
-}
-
-/// As [`busybox`], without the commands as separate programs: a tenth of the size, for tests where
-/// unpacking takes long.
-pub fn busybox_alone(cluster: &Cluster, name: &'static str) -> String {
-    import_busybox(cluster, "k8s.io", name, b"", &["busybox"])
-}
-
-fn import_busybox(
-    cluster: &Cluster,
-    namespace: &str,
-    name: &'static str,
-    mark: &[u8],
-    commands: &[&str],
-) -> String {
-    use holdfast::up::images::{Image, ImageFile, pack};
-    let program =
-        std::fs::read("/bin/busybox").expect("busybox-static is installed (make test installs it)");
-    let programs = commands.iter().map(|c| format!("bin/{c}"));
-    let programs: Vec<String> = programs.collect();
-    let mut files = vec![ImageFile {
-        path: "mark",
-        content: mark,
-        mode: 0o644,
-    }];
-    // The archive contains regular files only, so every command is a copy: a few megabytes each.
-    files.extend(programs.iter().map(|path| ImageFile {
-        path,
-        content: &program,
-        mode: 0o755,
-    }));
-    let image = Image {
-        name,
-        files,
-        entrypoint: vec![],
-        env: vec!["PATH=/bin".into()],
-    };
-    let archive = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(archive.path(), pack(&image).unwrap()).unwrap();
-    ctr(
-        cluster,
-        namespace,
-        &["images", "import", archive.path().to_str().unwrap()],
-    );
-    name.to_owned()
 }
 
 /// Runs a command in the first container of a pod and returns its output.

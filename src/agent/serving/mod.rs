@@ -237,6 +237,7 @@ impl Server {
             }
             Endpoint::Files(path) => logs::serve_node_log(path).await,
             Endpoint::Checkpoint(place) => checkpoint::make(self, place, &query).await,
+            Endpoint::Explain(place) => views::explanation(self, place),
             Endpoint::Verbosity => views::verbosity(request).await,
             Endpoint::Run(place) => streams::run(self, place, &query).await,
             Endpoint::Exec(_) | Endpoint::Attach(_) | Endpoint::PortForward(_) => {

@@ -16,6 +16,8 @@ use crate::pod::heartbeats::Heartbeats;
 use crate::pod::table::Known;
 use holdfast_config::Config;
 use holdfast_core::pod;
+use holdfast_core::pod::explain::explain;
+use holdfast_core::serving::PodTarget;
 use holdfast_core::serving::health::Health;
 use holdfast_https::{Body, text};
 
@@ -98,6 +100,17 @@ pub fn pods(server: &Arc<Server>) -> Response<Body> {
     };
     let items: Vec<Pod> = server.parts.table.borrow().iter().map(of).collect();
     as_json(&json!({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": items}))
+}
+
+/// `/debug/explain/NAMESPACE/NAME`: what the agent did for a pod, for `holdfast trace` on another machine.
+pub fn explanation(server: &Server, place: &PodTarget) -> Result<Response<Body>, Refusal> {
+    let (namespace, name) = (&place.namespace, &place.pod);
+    let known = server.parts.journals.find(namespace, name);
+    let Some((uid, journal)) = known.into_iter().next() else {
+        let why = format!("the agent knows no pod {namespace}/{name}");
+        return Err(Refusal(StatusCode::NOT_FOUND, why));
+    };
+    Ok(as_json(&explain(namespace, name, &uid, journal, None)))
 }
 
 /// `/runningpods/`: the pods of the runtime.

@@ -199,14 +199,15 @@ fn is_stale(error: &kube::Error) -> bool {
 
 /// Runs all controllers until the process exits. `ca` is the CA certificate that pods use to verify the apiserver.
 /// `directories` is where local volumes are created, with the name of this machine's node. `sign` signs certificates of
-/// nodes, and `sign_token` signs tokens in Secrets. `ranges` are the pod ranges for nodes.
+/// nodes, and `sign_token` signs tokens in Secrets. `ranges` are the pod ranges for nodes, and
+/// `heartbeat_grace` is the maximum time of a node without heartbeats.
 pub async fn run(
     client: Client,
     caches: Caches,
     ca: String,
     directories: Option<(PathBuf, String)>,
     (sign, sign_token): (Sign, SignToken),
-    ranges: PodRanges,
+    (ranges, heartbeat_grace): (PodRanges, Duration),
 ) {
     caches.synced().await;
     // One task per controller, so that a long reconciliation does not delay others. Dropping this
@@ -225,7 +226,7 @@ pub async fn run(
     all.spawn(garbage::run(c(), o()));
     all.spawn(attach::run(c(), o()));
     all.spawn(binder::run(c(), o(), directories));
-    all.spawn(nodes::run(c(), o()));
+    all.spawn(nodes::run(c(), o(), heartbeat_grace));
     all.spawn(namespace::run(c(), o(), ca));
     if let Some(Err(error)) = all.join_next().await {
         tracing::error!(%error, "a controller ended");

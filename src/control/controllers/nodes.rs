@@ -24,8 +24,6 @@ use holdfast_core::node::taints::tolerates;
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::Cache;
 
-/// Maximum time without heartbeats (kube-controller-manager's `--node-monitor-grace-period`).
-const HEARTBEAT_GRACE: Duration = Duration::from_secs(50);
 /// How long a node must be missing before its pods are deleted: it may be registering again.
 const MISSING_GRACE: Duration = Duration::from_secs(40);
 /// Interval at which the controller checks that its process runs, and of retries that no change announces.
@@ -193,13 +191,22 @@ fn eviction_time(
 }
 
 /// The last heartbeat of each node, and when it was observed.
-#[derive(Default)]
 struct Heartbeats {
+    /// Maximum time without heartbeats.
+    grace: Duration,
     nodes: HashMap<String, (String, Instant)>,
     observed_at: Option<Instant>,
 }
 
 impl Heartbeats {
+    fn new(grace: Duration) -> Heartbeats {
+        Heartbeats {
+            grace,
+            nodes: HashMap::new(),
+            observed_at: None,
+        }
+    }
+
     /// Begins an observation, at least every [`MAX_WAIT`]. Time in which this process was suspended or blocked is not
     /// counted against nodes, because their heartbeats of that time are not read yet.
     fn begin_observation(&mut self, now: Instant) {
@@ -217,7 +224,7 @@ impl Heartbeats {
     fn time_left(&self, node: &str, now: Instant) -> Option<Duration> {
         let (_, seen) = self.nodes.get(node)?;
         let silent = now.duration_since(*seen);
-        let left = HEARTBEAT_GRACE.checked_sub(silent)?;
+        let left = self.grace.checked_sub(silent)?;
         Some(left + Duration::from_millis(1))
     }
 
@@ -234,7 +241,7 @@ impl Heartbeats {
         if entry.0 != last {
             *entry = (last, now);
         }
-        now.duration_since(entry.1) > HEARTBEAT_GRACE
+        now.duration_since(entry.1) > self.grace
     }
 }
 
@@ -385,7 +392,6 @@ fn node_to_check(before: Option<&Pod>, after: Option<&Pod>) -> Option<String> {
 }
 
 /// State kept between reconciliations.
-#[derive(Default)]
 struct State {
     heartbeats: Heartbeats,
     healths: Healths,
@@ -402,8 +408,8 @@ struct Controller {
     state: Mutex<State>,
 }
 
-/// Runs until the process exits.
-pub(super) async fn run(client: Client, caches: Caches) {
+/// Runs until the process exits. `grace` is the maximum time of a node without heartbeats.
+pub(super) async fn run(client: Client, caches: Caches, grace: Duration) {
     let leases: Cache<Lease> = Cache::start(
         Api::namespaced(client.clone(), "kube-node-lease"),
         watcher::Config::default().streaming_lists(),
@@ -414,7 +420,11 @@ pub(super) async fn run(client: Client, caches: Caches) {
         caches,
         leases,
         keys: Keys::new(),
-        state: Mutex::default(),
+        state: Mutex::new(State {
+            heartbeats: Heartbeats::new(grace),
+            healths: Healths::default(),
+            missing_since: HashMap::new(),
+        }),
     };
     let (keys, caches) = (&controller.keys, &controller.caches);
     // The health of all nodes is known before the first of them is tainted.
@@ -676,7 +686,10 @@ mod tests {
             )
             .expect("a lease")
         };
-        let (mut heartbeats, node) = (Heartbeats::default(), node("True", json!({})));
+        let (mut heartbeats, node) = (
+            Heartbeats::new(Duration::from_secs(50)),
+            node("True", json!({})),
+        );
         let start = Instant::now();
         let after = |seconds| start + Duration::from_secs(seconds);
         assert!(!heartbeats.is_overdue(&node, Some(&lease(0)), start));
@@ -695,7 +708,10 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn time_while_the_controller_was_stopped_is_not_counted_as_silence() {
-        let (mut heartbeats, node) = (Heartbeats::default(), node("True", json!({})));
+        let (mut heartbeats, node) = (
+            Heartbeats::new(Duration::from_secs(50)),
+            node("True", json!({})),
+        );
         let start = Instant::now();
         let mut overdue_at = |seconds: u64| {
             let now = start + Duration::from_secs(seconds);

@@ -60,6 +60,8 @@ pub enum Endpoint {
     Checkpoint(PodTarget),
     /// `/debug/flags/v`.
     Verbosity,
+    /// `/debug/explain/NAMESPACE/NAME`, as the local socket's `/explain/NAMESPACE/NAME`.
+    Explain(PodTarget),
     /// `/statusz`.
     Status,
     /// `/flagz`.
@@ -144,6 +146,10 @@ pub fn route(method: &str, path: &str) -> Route {
             &["POST"][..],
         ),
         ["debug", "flags", "v"] => (Some(Endpoint::Verbosity), &["PUT"][..]),
+        ["debug", "explain", namespace, pod] => (
+            parse_pod_target(&[namespace, pod]).map(Endpoint::Explain),
+            get,
+        ),
         ["statusz"] => (Some(Endpoint::Status), get),
         ["flagz"] => (Some(Endpoint::Flags), get),
         _ => (None, get),
@@ -171,6 +177,7 @@ pub fn disabled_response(endpoint: &Endpoint) -> Option<Rejection> {
         Endpoint::Config
         | Endpoint::Checkpoint(_)
         | Endpoint::Verbosity
+        | Endpoint::Explain(_)
         | Endpoint::Status
         | Endpoint::Flags => Some((404, "404 page not found".into())),
     }
@@ -395,6 +402,23 @@ impl Streams {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_explanation_is_for_those_who_may_do_everything() {
+        let path = "/debug/explain/n/p";
+        let target = PodTarget {
+            namespace: "n".into(),
+            pod: "p".into(),
+            uid: None,
+            container: String::new(),
+        };
+        let explain = Endpoint::Explain(target);
+        assert_eq!(route("GET", path), Route::Found(explain.clone()));
+        assert_eq!(route("POST", path), Route::MethodNotAllowed);
+        assert_eq!(route("GET", "/debug/explain/n"), Route::NotFound);
+        assert_eq!(required_permission("GET", path).subresources, ["proxy"]);
+        assert!(disabled_response(&explain).is_some());
+    }
 
     #[test]
     fn every_path_has_its_route_and_its_required_permission() {

@@ -52,6 +52,19 @@ fn refused_flags() {
 }
 
 #[test]
+fn a_joined_node_leaves() {
+    let texts = [
+        pods_stay("b", &["default/alone".into(), "x/slow".into()]),
+        not_drained("b", "connection refused"),
+        node_stays("b"),
+        node_removed("b"),
+        node_not_removed("b", "forbidden"),
+        not_uncordoned("b", "connection refused"),
+    ];
+    insta::assert_snapshot!("a_joined_node_leaves", listed(&texts));
+}
+
+#[test]
 fn missing_programs() {
     let texts = [
         NO_CONTAINERD.to_owned(),
