@@ -1,5 +1,5 @@
 //! Forwards a request to another server and, if both sides leave HTTP, the connection itself: SPDY and WebSocket alike.
-//! A redirect is neither followed nor returned (CVE-2018-1002102, CVE-2020-8559).
+//! A redirect is never followed, and returned only if the caller wants it (CVE-2018-1002102, CVE-2020-8559).
 
 use std::io;
 use std::pin::pin;
@@ -48,6 +48,8 @@ pub struct Outgoing {
     pub target: String,
     /// Whether the server is a runtime that forwards ports: reports of reset connections do not reach the client.
     pub forwards_ports: bool,
+    /// Whether the client receives a redirect of the server; else it is an error.
+    pub returns_redirects: bool,
 }
 
 /// Whether a request is an upgrade, which leaves HTTP.
@@ -175,7 +177,7 @@ pub async fn forward_request(
         body.map_err(|e| Box::new(e) as BoxError).boxed_unsync()
     };
     let mut answer = sender.send_request(onward.body(body)?).await?;
-    if answer.status().is_redirection() {
+    if answer.status().is_redirection() && !outgoing.returns_redirects {
         let place = answer
             .headers()
             .get(hyper::header::LOCATION)
@@ -244,6 +246,7 @@ mod tests {
                     host: "h".into(),
                     target: "/there?x=1".into(),
                     forwards_ports: false,
+                    returns_redirects: false,
                 };
                 let stream = tokio::net::TcpStream::connect(back_at)
                     .await

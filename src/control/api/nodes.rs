@@ -22,7 +22,7 @@ use holdfast_core::serving::query;
 use holdfast_https::{Body, Outgoing, forward_request, is_upgrade};
 
 /// Timeout for connecting to a node, including the TLS handshake.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Address types, in order of preference.
 const ADDRESSES: [&str; 5] = [
     "InternalIP",
@@ -76,7 +76,7 @@ async fn error_of_node(answer: Response<Body>, pod: &str) -> ApiError {
 
 /// Whether an address may belong to a node. Loopback, link-local and similar addresses are rejected. If a node reported
 /// one, the apiserver could connect to itself (CVE-2022-3294).
-fn is_allowed(ip: IpAddr) -> bool {
+pub(super) fn is_allowed(ip: IpAddr) -> bool {
     match ip.to_canonical() {
         IpAddr::V4(ip) => {
             !(ip.is_loopback()
@@ -304,6 +304,11 @@ impl Nodes {
         })
     }
 
+    /// Whether the apiserver may connect to an address: not to this machine's own, and not to itself.
+    pub(super) fn may_dial(&self, address: SocketAddr) -> bool {
+        is_allowed(address.ip()) && !(self.is_ours)(address)
+    }
+
     /// Connects to the first resolved address that is allowed. It checks the resolved addresses, so
     /// that a second lookup cannot return another one.
     async fn dial(&self, agent: &Agent) -> Result<TcpStream, String> {
@@ -311,7 +316,7 @@ impl Nodes {
             .await
             .map_err(|e| e.to_string())?;
         let mut why = "address not allowed".to_owned();
-        for address in found.filter(|a| is_allowed(a.ip()) && !(self.is_ours)(*a)) {
+        for address in found.filter(|a| self.may_dial(*a)) {
             match TcpStream::connect(address).await {
                 Ok(stream) => return Ok(stream),
                 Err(error) => why = error.to_string(),
@@ -353,6 +358,7 @@ impl Nodes {
             host: format!("{}:{}", agent.host, agent.port),
             target,
             forwards_ports: false,
+            returns_redirects: false,
         };
         forward_request(request, &outgoing, stream, ())
             .await

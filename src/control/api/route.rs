@@ -92,7 +92,7 @@ pub fn target(path: &str) -> Result<Target, ApiError> {
     let (name, sub) = match &rest[1..] {
         [] => (None, None),
         [name] => (Some((*name).to_owned()), None),
-        // The path after `proxy` belongs to the node's agent.
+        // The path after `proxy` belongs to the server behind it.
         [name, "proxy", ..] if resource.has(Sub::Proxy) => {
             (Some((*name).to_owned()), Some(Sub::Proxy))
         }
@@ -164,6 +164,10 @@ mod tests {
             (
                 "/api/v1/nodes/n/proxy/pods/x",
                 "nodes None Some(\"n\") Some(\"proxy\")",
+            ),
+            (
+                "/api/v1/namespaces/a/services/https:s:web/proxy/x/y/",
+                "services Some(\"a\") Some(\"https:s:web\") Some(\"proxy\")",
             ),
             (
                 "/api/v1/namespaces/a/pods/p/log",
