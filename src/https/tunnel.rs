@@ -246,7 +246,7 @@ mod tests {
                     host: "h".into(),
                     target: "/there?x=1".into(),
                     forwards_ports: false,
-                    returns_redirects: false,
+                    returns_redirects: request.uri().path() == "/page",
                 };
                 let stream = tokio::net::TcpStream::connect(back_at)
                     .await
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn credentials_are_not_forwarded_and_redirects_are_not_returned() {
+    async fn credentials_are_not_forwarded_and_redirects_are_returned_on_request_only() {
         let at = pair(|request| {
             let secret = request.headers().contains_key(AUTHORIZATION)
                 || request.headers().contains_key("impersonate-user");
@@ -414,5 +414,7 @@ mod tests {
             !response.to_lowercase().contains("\r\nlocation:"),
             "{response}"
         );
+        let response = exchange(at, "GET /page HTTP/1.1\r\nHost: x\r\n\r\n").await;
+        assert!(response.starts_with("HTTP/1.1 302"), "{response}");
     }
 }

@@ -58,3 +58,29 @@ pub fn unverified_client() -> ClientConfig {
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     config
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn only_this_client_accepts_a_certificate_of_no_authority() {
+        let made = || {
+            let made = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate");
+            (made.cert.pem(), made.signing_key.serialize_pem())
+        };
+        let (of_server, other) = (made(), made());
+        let tls = crate::Tls::fixed(&of_server.0, &of_server.1, &other.0).expect("settings");
+        let acceptor = TlsAcceptor::from(Arc::clone(&tls.current().server));
+        let verifying = crate::client(&other.0, &other.1, &other.0).expect("settings");
+        for (config, accepts) in [(unverified_client(), true), (verifying, false)] {
+            let (near, far) = tokio::io::duplex(1 << 14);
+            let name = ServerName::try_from("other").expect("a name");
+            let connect = TlsConnector::from(Arc::new(config)).connect(name, near);
+            let (connected, _) = tokio::join!(connect, acceptor.accept(far));
+            assert_eq!(connected.is_ok(), accepts);
+        }
+    }
+}

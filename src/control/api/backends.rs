@@ -363,7 +363,7 @@ mod tests {
         }
     }
 
-    fn asked(id: &str) -> Requested<'_> {
+    fn of_id(id: &str) -> Requested<'_> {
         requested(id, "pod").expect(id)
     }
 
@@ -386,7 +386,7 @@ mod tests {
             (pod("169.254.169.254"), "p", None),
             (pod(""), "p", None),
         ] {
-            let found = of_pod(&pod, &asked(id));
+            let found = of_pod(&pod, &of_id(id));
             let found = found.map(|at| at.to_string()).map_err(|error| error.code);
             assert_eq!(found, expected.map(str::to_owned).ok_or(400), "{pod} {id}");
         }
@@ -402,8 +402,8 @@ mod tests {
             ("s:81", Ok("")),
             ("s:82", Err(503)),
         ] {
-            let asked = asked(id);
-            let found = port_name(&service, &asked).map_err(|error| error.code);
+            let request = of_id(id);
+            let found = port_name(&service, &request).map_err(|error| error.code);
             assert_eq!(found, expected, "{id}");
         }
     }
