@@ -23,6 +23,7 @@ use super::links::Prefix;
 use super::nodes::{CONNECT_TIMEOUT, Nodes, is_allowed};
 use super::object::{list, random_below, text};
 use super::resources::Resource;
+use super::route::{Requested, requested};
 use holdfast_https::{Body, BoxError, Outgoing, forward_request, full, is_upgrade};
 
 /// Maximum size of a page whose links are adapted; a longer one is returned as it is.
@@ -31,35 +32,6 @@ const PAGE_LIMIT: usize = 4 << 20;
 /// The certificates of servers in pods are not verified, as upstream: no authority of the cluster signs them.
 static TLS: LazyLock<Arc<rustls::ClientConfig>> =
     LazyLock::new(|| Arc::new(holdfast_https::unverified_client()));
-
-/// The parts of a name in the path: `NAME`, `NAME:PORT` or `SCHEME:NAME:PORT`.
-#[derive(Debug, PartialEq, Eq)]
-struct Requested<'a> {
-    is_https: bool,
-    name: &'a str,
-    /// A number, the name of a service's port, or empty.
-    port: &'a str,
-}
-
-fn requested<'a>(id: &'a str, what: &str) -> Result<Requested<'a>, ApiError> {
-    let parts: Vec<&str> = id.split(':').collect();
-    let (scheme, name, port) = match parts.as_slice() {
-        [name] => ("", *name, ""),
-        [name, port] => ("", *name, *port),
-        [scheme @ ("" | "http" | "https"), name, port] => (*scheme, *name, *port),
-        _ => ("", "", ""),
-    };
-    if name.is_empty() {
-        return Err(ApiError::bad_request(format!(
-            "invalid {what} request {id:?}"
-        )));
-    }
-    Ok(Requested {
-        is_https: scheme == "https",
-        name,
-        port,
-    })
-}
 
 fn unavailable(message: impl Into<String>) -> ApiError {
     ApiError::new(503, "ServiceUnavailable", message)
@@ -342,26 +314,6 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-
-    #[test]
-    fn a_name_has_a_scheme_and_a_port() {
-        for (id, expected) in [
-            ("a", Some((false, "a", ""))),
-            ("a:80", Some((false, "a", "80"))),
-            ("a:web", Some((false, "a", "web"))),
-            ("http:a:80", Some((false, "a", "80"))),
-            ("https:a:", Some((true, "a", ""))),
-            (":a:80", Some((false, "a", "80"))),
-            ("ftp:a:80", None),
-            ("https::80", None),
-            ("https:a:80:81", None),
-            ("", None),
-        ] {
-            let found = requested(id, "pod").ok();
-            let found = found.map(|of| (of.is_https, of.name, of.port));
-            assert_eq!(found, expected, "{id}");
-        }
-    }
 
     fn of_id(id: &str) -> Requested<'_> {
         requested(id, "pod").expect(id)

@@ -18,6 +18,7 @@ use super::Api;
 use super::error::ApiError;
 use super::object::{at, list, text};
 use super::resources::{Resource, Sub};
+use super::route::requested;
 use holdfast_core::serving::query;
 use holdfast_https::{Body, Outgoing, forward_request, is_upgrade};
 
@@ -130,6 +131,17 @@ fn agent(node: &Value) -> Result<Agent, ApiError> {
         host: host.to_owned(),
         port,
     })
+}
+
+/// A request for a node may name the agent's port. Other servers of a node are not reached.
+fn is_port_of(agent: &Agent, requested: &str) -> Result<(), ApiError> {
+    if requested.is_empty() || requested.parse() == Ok(agent.port) {
+        return Ok(());
+    }
+    let port = agent.port;
+    Err(ApiError::bad_request(format!(
+        "the port {requested:?} of a node is not served, only that of its agent, {port}"
+    )))
 }
 
 fn is_true(pairs: &[(String, String)], key: &str) -> bool {
@@ -255,9 +267,11 @@ fn target(sub: Sub, pod: &Value, query_text: &str) -> Result<String, ApiError> {
     })
 }
 
-/// The part of `/api/v1/nodes/NAME/proxy/…` that the node's agent receives.
-fn below_proxy(path: &str) -> String {
-    format!("/{}", path.splitn(7, '/').nth(6).unwrap_or_default())
+/// The part of `/api/v1/nodes/NAME/proxy/…` that the node's agent receives, with the query.
+fn below_proxy(path: &str, query: &str) -> String {
+    let below = path.splitn(7, '/').nth(6).unwrap_or_default();
+    let mark = if query.is_empty() { "" } else { "?" };
+    format!("/{below}{mark}{query}")
 }
 
 /// Paths of a node's agent that run a command in a container or connect to one.
@@ -276,7 +290,7 @@ pub(super) fn proxy_verb(method: &str, path: &str, upgrades: bool) -> Option<&'s
     };
     // The agent's server resolves `.` and `..` before it routes the request.
     let mut cleaned: Vec<String> = vec![];
-    for part in query::decode(&below_proxy(path)).split('/') {
+    for part in query::decode(&below_proxy(path, "")).split('/') {
         match part {
             "" | "." => {}
             ".." => drop(cleaned.pop()),
@@ -388,14 +402,12 @@ impl Api {
             request.uri().query().unwrap_or_default().to_owned(),
         );
         if sub == Sub::Proxy {
-            let (_, node) = self.fetch(kind, None, name)?;
-            let below = below_proxy(path);
-            let target = if query_text.is_empty() {
-                below.to_owned()
-            } else {
-                format!("{below}?{query_text}")
-            };
-            return nodes.forward(&agent(&node)?, target, request).await;
+            let asked = requested(name, "node")?;
+            let (_, node) = self.fetch(kind, None, asked.name)?;
+            let agent = agent(&node)?;
+            is_port_of(&agent, asked.port)?;
+            let target = below_proxy(path, &query_text);
+            return nodes.forward(&agent, target, request).await;
         }
         let pods = Resource::of_kind("Pod").ok_or_else(ApiError::no_such_resource)?;
         let (_, pod) = self.fetch(pods, namespace, name)?;
@@ -479,7 +491,8 @@ mod tests {
             ("/api/v1/nodes/proxy1/proxy/pods/proxy", "/pods/proxy"),
             ("/api/v1/nodes/proxy/proxy/a%2Fb", "/a%2Fb"),
         ] {
-            assert_eq!(below_proxy(path), below, "{path}");
+            assert_eq!(below_proxy(path, ""), below, "{path}");
+            assert_eq!(below_proxy(path, "a=b"), format!("{below}?a=b"), "{path}");
         }
     }
 
@@ -557,6 +570,23 @@ mod tests {
                 Some(code),
                 "{address}"
             );
+        }
+    }
+
+    #[test]
+    fn only_the_agents_port_of_a_node_is_served() {
+        let agent = Agent {
+            host: "n".into(),
+            port: 10250,
+        };
+        for (port, expected) in [
+            ("", true),
+            ("10250", true),
+            ("22", false),
+            ("x", false),
+            ("75786", false),
+        ] {
+            assert_eq!(is_port_of(&agent, port).is_ok(), expected, "{port}");
         }
     }
 
