@@ -13,6 +13,7 @@ mod receive;
 mod spdy;
 mod tls;
 mod tunnel;
+mod unverified;
 mod websocket;
 
 use std::convert::Infallible;
@@ -44,6 +45,7 @@ pub use panic_boundary::{Panicked, abort_on_panic, guard};
 pub use receive::{NotReceived, receive};
 pub use tls::{Certificate, Protocol, Tls, TlsFiles, client};
 pub use tunnel::{Outgoing, TunnelError, forward_request, is_upgrade};
+pub use unverified::unverified_client;
 pub use websocket::{Channels, SocketContent, serve_socket, socket_content};
 
 /// The error of a body.

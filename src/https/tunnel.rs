@@ -1,5 +1,5 @@
 //! Forwards a request to another server and, if both sides leave HTTP, the connection itself: SPDY and WebSocket alike.
-//! A redirect is neither followed nor returned (CVE-2018-1002102, CVE-2020-8559).
+//! A redirect is never followed, and returned only if the caller wants it (CVE-2018-1002102, CVE-2020-8559).
 
 use std::io;
 use std::pin::pin;
@@ -48,6 +48,8 @@ pub struct Outgoing {
     pub target: String,
     /// Whether the server is a runtime that forwards ports: reports of reset connections do not reach the client.
     pub forwards_ports: bool,
+    /// Whether the client receives a redirect of the server; else it is an error.
+    pub returns_redirects: bool,
 }
 
 /// Whether a request is an upgrade, which leaves HTTP.
@@ -175,7 +177,7 @@ pub async fn forward_request(
         body.map_err(|e| Box::new(e) as BoxError).boxed_unsync()
     };
     let mut answer = sender.send_request(onward.body(body)?).await?;
-    if answer.status().is_redirection() {
+    if answer.status().is_redirection() && !outgoing.returns_redirects {
         let place = answer
             .headers()
             .get(hyper::header::LOCATION)
@@ -244,6 +246,7 @@ mod tests {
                     host: "h".into(),
                     target: "/there?x=1".into(),
                     forwards_ports: false,
+                    returns_redirects: request.uri().path() == "/page",
                 };
                 let stream = tokio::net::TcpStream::connect(back_at)
                     .await
@@ -382,7 +385,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn credentials_are_not_forwarded_and_redirects_are_not_returned() {
+    async fn credentials_are_not_forwarded_and_redirects_are_returned_on_request_only() {
         let at = pair(|request| {
             let secret = request.headers().contains_key(AUTHORIZATION)
                 || request.headers().contains_key("impersonate-user");
@@ -411,5 +414,7 @@ mod tests {
             !response.to_lowercase().contains("\r\nlocation:"),
             "{response}"
         );
+        let response = exchange(at, "GET /page HTTP/1.1\r\nHost: x\r\n\r\n").await;
+        assert!(response.starts_with("HTTP/1.1 302"), "{response}");
     }
 }

@@ -148,11 +148,29 @@ fn an_exposed_deployment_answers() {
     });
     let events = cluster.events("client");
     assert!(!events.contains("MissingClusterDNS"), "{events}");
+    the_apiserver_forwards_to_pods(&cluster);
     deleted_rules_are_repaired(&cluster, &web);
     services_outlive_the_control_plane(&cluster, &web);
     cluster.down();
     assert_eq!(tables(&cluster), Vec::<String>::new());
     assert_eq!(get(&web.cluster_ip), None);
+}
+
+/// `services/proxy` and `pods/proxy`, by the names that upstream's clients write.
+fn the_apiserver_forwards_to_pods(cluster: &Cluster) {
+    let pods = cluster.pods();
+    let web = pods.iter().map(|pod| pod["metadata"]["name"].as_str());
+    let web = web.flatten().find(|name| name.starts_with("web")).unwrap();
+    for place in [
+        "services/web",
+        "services/web:80",
+        "services/http:web:80",
+        &format!("pods/{web}:80"),
+    ] {
+        let path = format!("/api/v1/namespaces/default/{place}/proxy/");
+        let page = cluster.kubectl(&["get", "--raw", &path]);
+        assert!(page.contains(GREETING), "{path}: {page}");
+    }
 }
 
 /// Another program deletes a table of the cluster.

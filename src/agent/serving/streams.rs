@@ -125,6 +125,7 @@ pub(crate) async fn serve_stream(
             host: "localhost".into(),
             target: "/exec".into(),
             forwards_ports: false,
+            returns_redirects: false,
         };
         return forward(server, endpoint, request, &outgoing, stream, held).await;
     }
@@ -152,6 +153,7 @@ pub(crate) async fn serve_stream(
         host: host.to_string(),
         target: target.to_string(),
         forwards_ports: matches!(endpoint, Endpoint::PortForward(_)),
+        returns_redirects: false,
     };
     forward(server, endpoint, request, &outgoing, stream, held).await
 }

@@ -61,7 +61,11 @@ fn sub_kind(resource: &Resource, sub: Sub) -> (String, String, &'static str, Vec
         Sub::Proxy => (
             String::new(),
             "v1".into(),
-            "NodeProxyOptions",
+            match resource.kind {
+                "Pod" => "PodProxyOptions",
+                "Service" => "ServiceProxyOptions",
+                _ => "NodeProxyOptions",
+            },
             vec!["create", "delete", "get", "patch", "update"],
         ),
         Sub::Token => (

@@ -7,6 +7,7 @@
 mod admit;
 pub mod auth;
 mod authorize;
+mod backends;
 pub mod batch;
 pub mod certificates;
 mod change;
@@ -21,6 +22,7 @@ mod graph;
 mod health;
 mod impersonate;
 mod labels;
+mod links;
 mod list_options;
 pub mod nodes;
 pub mod object;

@@ -18,11 +18,12 @@ use super::Api;
 use super::error::ApiError;
 use super::object::{at, list, text};
 use super::resources::{Resource, Sub};
+use super::route::requested;
 use holdfast_core::serving::query;
 use holdfast_https::{Body, Outgoing, forward_request, is_upgrade};
 
 /// Timeout for connecting to a node, including the TLS handshake.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Address types, in order of preference.
 const ADDRESSES: [&str; 5] = [
     "InternalIP",
@@ -76,7 +77,7 @@ async fn error_of_node(answer: Response<Body>, pod: &str) -> ApiError {
 
 /// Whether an address may belong to a node. Loopback, link-local and similar addresses are rejected. If a node reported
 /// one, the apiserver could connect to itself (CVE-2022-3294).
-fn is_allowed(ip: IpAddr) -> bool {
+pub(super) fn is_allowed(ip: IpAddr) -> bool {
     match ip.to_canonical() {
         IpAddr::V4(ip) => {
             !(ip.is_loopback()
@@ -130,6 +131,17 @@ fn agent(node: &Value) -> Result<Agent, ApiError> {
         host: host.to_owned(),
         port,
     })
+}
+
+/// A request for a node may name the agent's port. Other servers of a node are not reached.
+fn is_port_of(agent: &Agent, requested: &str) -> Result<(), ApiError> {
+    if requested.is_empty() || requested.parse() == Ok(agent.port) {
+        return Ok(());
+    }
+    let port = agent.port;
+    Err(ApiError::bad_request(format!(
+        "the port {requested:?} of a node is not served, only that of its agent, {port}"
+    )))
 }
 
 fn is_true(pairs: &[(String, String)], key: &str) -> bool {
@@ -255,9 +267,11 @@ fn target(sub: Sub, pod: &Value, query_text: &str) -> Result<String, ApiError> {
     })
 }
 
-/// The part of `/api/v1/nodes/NAME/proxy/…` that the node's agent receives.
-fn below_proxy(path: &str) -> String {
-    format!("/{}", path.splitn(7, '/').nth(6).unwrap_or_default())
+/// The part of `/api/v1/nodes/NAME/proxy/…` that the node's agent receives, with the query.
+fn below_proxy(path: &str, query: &str) -> String {
+    let below = path.splitn(7, '/').nth(6).unwrap_or_default();
+    let mark = if query.is_empty() { "" } else { "?" };
+    format!("/{below}{mark}{query}")
 }
 
 /// Paths of a node's agent that run a command in a container or connect to one.
@@ -276,7 +290,7 @@ pub(super) fn proxy_verb(method: &str, path: &str, upgrades: bool) -> Option<&'s
     };
     // The agent's server resolves `.` and `..` before it routes the request.
     let mut cleaned: Vec<String> = vec![];
-    for part in query::decode(&below_proxy(path)).split('/') {
+    for part in query::decode(&below_proxy(path, "")).split('/') {
         match part {
             "" | "." => {}
             ".." => drop(cleaned.pop()),
@@ -304,6 +318,11 @@ impl Nodes {
         })
     }
 
+    /// Whether the apiserver may connect to an address: not to this machine's own, and not to itself.
+    pub(super) fn may_dial(&self, address: SocketAddr) -> bool {
+        is_allowed(address.ip()) && !(self.is_ours)(address)
+    }
+
     /// Connects to the first resolved address that is allowed. It checks the resolved addresses, so
     /// that a second lookup cannot return another one.
     async fn dial(&self, agent: &Agent) -> Result<TcpStream, String> {
@@ -311,7 +330,7 @@ impl Nodes {
             .await
             .map_err(|e| e.to_string())?;
         let mut why = "address not allowed".to_owned();
-        for address in found.filter(|a| is_allowed(a.ip()) && !(self.is_ours)(*a)) {
+        for address in found.filter(|a| self.may_dial(*a)) {
             match TcpStream::connect(address).await {
                 Ok(stream) => return Ok(stream),
                 Err(error) => why = error.to_string(),
@@ -353,6 +372,7 @@ impl Nodes {
             host: format!("{}:{}", agent.host, agent.port),
             target,
             forwards_ports: false,
+            returns_redirects: false,
         };
         forward_request(request, &outgoing, stream, ())
             .await
@@ -382,14 +402,12 @@ impl Api {
             request.uri().query().unwrap_or_default().to_owned(),
         );
         if sub == Sub::Proxy {
-            let (_, node) = self.fetch(kind, None, name)?;
-            let below = below_proxy(path);
-            let target = if query_text.is_empty() {
-                below.to_owned()
-            } else {
-                format!("{below}?{query_text}")
-            };
-            return nodes.forward(&agent(&node)?, target, request).await;
+            let asked = requested(name, "node")?;
+            let (_, node) = self.fetch(kind, None, asked.name)?;
+            let agent = agent(&node)?;
+            is_port_of(&agent, asked.port)?;
+            let target = below_proxy(path, &query_text);
+            return nodes.forward(&agent, target, request).await;
         }
         let pods = Resource::of_kind("Pod").ok_or_else(ApiError::no_such_resource)?;
         let (_, pod) = self.fetch(pods, namespace, name)?;
@@ -473,7 +491,8 @@ mod tests {
             ("/api/v1/nodes/proxy1/proxy/pods/proxy", "/pods/proxy"),
             ("/api/v1/nodes/proxy/proxy/a%2Fb", "/a%2Fb"),
         ] {
-            assert_eq!(below_proxy(path), below, "{path}");
+            assert_eq!(below_proxy(path, ""), below, "{path}");
+            assert_eq!(below_proxy(path, "a=b"), format!("{below}?a=b"), "{path}");
         }
     }
 
@@ -551,6 +570,23 @@ mod tests {
                 Some(code),
                 "{address}"
             );
+        }
+    }
+
+    #[test]
+    fn only_the_agents_port_of_a_node_is_served() {
+        let agent = Agent {
+            host: "n".into(),
+            port: 10250,
+        };
+        for (port, expected) in [
+            ("", true),
+            ("10250", true),
+            ("22", false),
+            ("x", false),
+            ("75786", false),
+        ] {
+            assert_eq!(is_port_of(&agent, port).is_ok(), expected, "{port}");
         }
     }
 

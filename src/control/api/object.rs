@@ -192,6 +192,13 @@ pub(crate) fn name_suffix() -> String {
         .collect()
 }
 
+/// A random number below `limit`, which is not 0.
+pub(super) fn random_below(limit: usize) -> usize {
+    let mut bytes = [0u8; size_of::<usize>()];
+    random(&mut bytes);
+    usize::from_ne_bytes(bytes) % limit
+}
+
 fn random(bytes: &mut [u8]) {
     aws_lc_rs::rand::fill(bytes).expect("the system's random source works");
 }

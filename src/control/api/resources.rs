@@ -62,7 +62,7 @@ pub enum Sub {
     Attach,
     /// Pods: connections to ports.
     PortForward,
-    /// Nodes: proxy to the API of the node's agent.
+    /// Nodes: proxy to the API of the node's agent. Pods and services: proxy to a server in a pod.
     Proxy,
 }
 
@@ -200,6 +200,7 @@ pub static RESOURCES: &[Resource] = &[
             Sub::Exec,
             Sub::Attach,
             Sub::PortForward,
+            Sub::Proxy,
         ],
         generation: true,
         returns_deleted: true,
@@ -237,7 +238,7 @@ pub static RESOURCES: &[Resource] = &[
         kind: "Service",
         short: &["svc"],
         categories: &["all"],
-        subresources: &[Sub::Status],
+        subresources: &[Sub::Status, Sub::Proxy],
         create_on_update: true,
         returns_deleted: true,
         fields: &["spec.clusterIP", "spec.type"],

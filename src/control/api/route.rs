@@ -92,7 +92,7 @@ pub fn target(path: &str) -> Result<Target, ApiError> {
     let (name, sub) = match &rest[1..] {
         [] => (None, None),
         [name] => (Some((*name).to_owned()), None),
-        // The path after `proxy` belongs to the node's agent.
+        // The path after `proxy` belongs to the server behind it.
         [name, "proxy", ..] if resource.has(Sub::Proxy) => {
             (Some((*name).to_owned()), Some(Sub::Proxy))
         }
@@ -117,9 +117,69 @@ pub fn target(path: &str) -> Result<Target, ApiError> {
     })
 }
 
+/// The parts of a name in the path: `NAME`, `NAME:PORT` or `SCHEME:NAME:PORT`.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Requested<'a> {
+    pub(super) is_https: bool,
+    pub(super) name: &'a str,
+    /// A number, the name of a service's port, or empty.
+    pub(super) port: &'a str,
+}
+
+/// Parses the name of an object whose server a request is for.
+pub(super) fn requested<'a>(id: &'a str, what: &str) -> Result<Requested<'a>, ApiError> {
+    let parts: Vec<&str> = id.split(':').collect();
+    let (scheme, name, port) = match parts.as_slice() {
+        [name] => ("", *name, ""),
+        [name, port] => ("", *name, *port),
+        [scheme @ ("" | "http" | "https"), name, port] => (*scheme, *name, *port),
+        _ => ("", "", ""),
+    };
+    if name.is_empty() {
+        return Err(ApiError::bad_request(format!(
+            "invalid {what} request {id:?}"
+        )));
+    }
+    Ok(Requested {
+        is_https: scheme == "https",
+        name,
+        port,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_path_after_a_services_proxy_has_any_length() {
+        let found = target("/api/v1/namespaces/a/services/https:s:web/proxy/x/y/").ok();
+        let Some(Target::Objects { name, sub, .. }) = found else {
+            panic!("no objects: {found:?}");
+        };
+        assert_eq!(name.as_deref(), Some("https:s:web"));
+        assert_eq!(sub, Some(Sub::Proxy));
+    }
+
+    #[test]
+    fn a_name_has_a_scheme_and_a_port() {
+        for (id, expected) in [
+            ("a", Some((false, "a", ""))),
+            ("a:80", Some((false, "a", "80"))),
+            ("a:web", Some((false, "a", "web"))),
+            ("http:a:80", Some((false, "a", "80"))),
+            ("https:a:", Some((true, "a", ""))),
+            (":a:80", Some((false, "a", "80"))),
+            ("ftp:a:80", None),
+            ("https::80", None),
+            ("https:a:80:81", None),
+            ("", None),
+        ] {
+            let found = requested(id, "pod").ok();
+            let found = found.map(|of| (of.is_https, of.name, of.port));
+            assert_eq!(found, expected, "{id}");
+        }
+    }
 
     #[test]
     fn paths_are_parsed_into_targets() {

@@ -14,6 +14,7 @@ use super::ApiError;
 use super::Query;
 use super::Request;
 use super::auth;
+use super::backends;
 use super::impersonate;
 use super::nodes;
 use super::resources::{Resource, Sub};
@@ -89,7 +90,7 @@ fn timed_out() -> ApiError {
     ApiError::new(504, "Timeout", message)
 }
 
-/// Forwards a request to the agent of a node.
+/// Forwards a request to the agent of a node, or to a pod.
 async fn stream(
     api: &Api,
     peer: &Peer,
@@ -103,6 +104,7 @@ async fn stream(
     let verb = match (sub, request.method().as_str()) {
         (Sub::Log, "GET") => Some("get"),
         (Sub::Exec | Sub::Attach | Sub::PortForward, "GET" | "POST") => Some("create"),
+        (Sub::Proxy, _) if resource.namespaced => Some(backends::verb(request.method())),
         (Sub::Proxy, method) => {
             let upgrades = holdfast_https::is_upgrade(request.headers());
             nodes::proxy_verb(method, request.uri().path(), upgrades)
@@ -121,10 +123,17 @@ async fn stream(
         return Err(auth::forbidden_error(&user, &attributes));
     }
     let held = api.shares.reserve_stream(&user.name)?;
-    let path = request.uri().path().to_owned();
-    let answer = api
-        .forward_to_node(sub, namespace, name, &path, request)
-        .await?;
+    let answer = match (sub, namespace) {
+        (Sub::Proxy, Some(namespace)) => {
+            api.forward_to_pod(resource, namespace, name, request)
+                .await?
+        }
+        _ => {
+            let path = request.uri().path().to_owned();
+            api.forward_to_node(sub, namespace, name, &path, request)
+                .await?
+        }
+    };
     Ok(holdfast_https::keep_with_body(answer, held))
 }
 

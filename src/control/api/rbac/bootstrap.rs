@@ -188,7 +188,7 @@ fn roles() -> Vec<(&'static str, Value)> {
             json!({"rbac.authorization.k8s.io/aggregate-to-edit": "true", "rbac.authorization.k8s.io/aggregate-to-admin": "true"}),
             json!([
             {"apiGroups": [""], "resources": ["secrets"], "verbs": read}, {"apiGroups": [""], "resources": ["secrets", "configmaps", "events", "persistentvolumeclaims", "pods", "serviceaccounts", "services"], "verbs": write},
-            {"apiGroups": [""], "resources": ["pods/exec", "pods/attach", "pods/portforward", "pods/proxy", "pods/eviction", "serviceaccounts/token"], "verbs": ["create", "get"]},
+            {"apiGroups": [""], "resources": ["pods/exec", "pods/attach", "pods/portforward", "pods/eviction", "serviceaccounts/token"], "verbs": ["create", "get"]}, {"apiGroups": [""], "resources": ["pods/proxy", "services/proxy"], "verbs": ["create", "delete", "get", "patch", "update"]},
             {"apiGroups": ["apps"], "resources": workloads, "verbs": write}, {"apiGroups": ["batch"], "resources": JOBS, "verbs": write}, {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": write}]),
         ),
         role(
