@@ -75,7 +75,7 @@ pub fn unmap_code() -> Result<(), HostError> {
     Ok(())
 }
 
-/// The addresses of a row of `/proc/self/maps` if it is code of a file that nobody has written to: `r-xp` and an inode.
+/// The addresses of a row of `/proc/self/maps` if it is unchanged code of a file: `r-xp` and an inode.
 fn code(row: &str) -> Option<Range<usize>> {
     // Columns: addresses, permissions, offset, device, inode, path.
     let mut columns = row.split_whitespace();
