@@ -163,6 +163,10 @@ impl Machine {
             let _ = Command::new("ip")
                 .args(["netns", "delete", &self.name])
                 .output();
+            // A connection without a peer keeps the namespace for minutes, and the cable with it.
+            let _ = Command::new("ip")
+                .args(["link", "delete", &self.link])
+                .output();
             if !std::thread::panicking() {
                 assert!(output.status.success(), "{}", text(&output));
             }
