@@ -34,6 +34,10 @@ pub struct ProxyFlags {
     /// masqueraded.
     #[arg(long, value_name = "RANGES")]
     pub cluster_cidr: Option<String>,
+    /// The address range of the cluster's services, or two separated by a comma. Connections to unused addresses in it are
+    /// dropped.
+    #[arg(long, value_name = "RANGES")]
+    pub service_cidr: Option<String>,
     /// The bridge of this node's pods, if pods of one bridge are to reach each other by service: its frames then pass the
     /// rules.
     #[arg(long, value_name = "BRIDGE")]
@@ -70,6 +74,7 @@ impl ProxyFlags {
             dns: self.dns.clone(),
             cluster_domain: self.cluster_domain.clone(),
             cluster_cidr: self.cluster_cidr.clone(),
+            service_cidr: self.service_cidr.clone(),
             bridge: self.bridge.clone(),
             policy: self.policy,
             routes: self.routes,

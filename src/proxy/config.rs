@@ -161,6 +161,8 @@ pub struct Overrides {
     pub cluster_domain: String,
     /// `--cluster-cidr`: one or two ranges of pods, separated by a comma.
     pub cluster_cidr: Option<String>,
+    /// `--service-cidr`: one or two ranges of cluster IPs, separated by a comma.
+    pub service_cidr: Option<String>,
     /// `--bridge`: the bridge of this node's pods.
     pub bridge: Option<String>,
     /// `--policy`: whether network policies are enforced.
@@ -202,6 +204,8 @@ pub struct Config {
     pub(crate) bind_hard_fail: bool,
     /// The ranges of the cluster's pods.
     pub(crate) cluster_cidrs: Vec<IpNet>,
+    /// The ranges of the cluster's services; connections to unused addresses in them are dropped.
+    pub(crate) service_cidrs: Vec<IpNet>,
     /// The ranges of the node's addresses with node ports; empty for the addresses in the Node's status, which is the default
     /// of kube-proxy's nftables mode, too.
     pub(crate) node_port_addresses: Vec<IpNet>,
@@ -421,6 +425,10 @@ impl Document {
             )?,
             bind_hard_fail: self.flag("bindAddressHardFail")?,
             cluster_cidrs: cidr,
+            service_cidrs: networks(
+                "--service-cidr",
+                overrides.service_cidr.as_deref().unwrap_or_default(),
+            )?,
             node_port_addresses: ports,
             masquerade_all,
             masquerade_bit: bit,

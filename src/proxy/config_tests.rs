@@ -140,6 +140,7 @@ fn flags_override_fields() {
         dns: Some("10.96.0.10, fd00::a,10.96.0.10".into()),
         cluster_domain: "Example.Org.".into(),
         cluster_cidr: Some("10.2.0.0/16".into()),
+        service_cidr: Some("10.96.0.0/16,fd00::/112".into()),
         bridge: Some("hf0".into()),
         healthz: Some(String::new()),
         metrics: Some("127.0.0.1:7".into()),
@@ -157,6 +158,7 @@ fn flags_override_fields() {
         config.cluster_cidrs,
         ["10.2.0.0/16".parse().expect("a range")]
     );
+    assert_eq!(config.service_cidrs.len(), 2);
     assert_eq!(config.healthz, None);
     assert_eq!(config.metrics, Some(([127, 0, 0, 1], 7).into()));
     let alone = Config::load(None, &overrides, "h").expect("usable");

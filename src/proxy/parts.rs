@@ -22,6 +22,7 @@ fn settings(config: &Config) -> Settings {
     Settings {
         node_port_addresses: config.node_port_addresses.clone(),
         cluster_cidrs: config.cluster_cidrs.clone(),
+        service_cidrs: config.service_cidrs.clone(),
         own_addresses: config.dns.clone(),
         masquerade_all: config.masquerade_all,
         masquerade_bit: config.masquerade_bit,

@@ -40,6 +40,7 @@ pub(super) fn start(settings: &Settings, component: &Component) -> anyhow::Resul
         "--routes".to_owned(),
         format!("--cluster-domain={DOMAIN}"),
         format!("--cluster-cidr={}", Ranges::flag(&settings.ranges.cluster)),
+        format!("--service-cidr={}", Ranges::flag(&settings.ranges.service)),
         format!("--bridge={}", settings.bridge),
         format!("--healthz-bind-address={healthz}"),
         format!("--metrics-bind-address={metrics}"),

@@ -149,6 +149,7 @@ fn an_exposed_deployment_answers() {
     let events = cluster.events("client");
     assert!(!events.contains("MissingClusterDNS"), "{events}");
     the_apiserver_forwards_to_pods(&cluster);
+    unused_addresses_are_dropped(&cluster);
     deleted_rules_are_repaired(&cluster, &web);
     services_outlive_the_control_plane(&cluster, &web);
     cluster.down();
@@ -171,6 +172,17 @@ fn the_apiserver_forwards_to_pods(cluster: &Cluster) {
         let page = cluster.kubectl(&["get", "--raw", &path]);
         assert!(page.contains(GREETING), "{path}: {page}");
     }
+}
+
+/// The proxy knows the cluster's range. (What its rule does to packets is tested in `src/proxy/tests/services`.)
+fn unused_addresses_are_dropped(cluster: &Cluster) {
+    let table = format!("holdfast-{}", cluster.name);
+    let output = Command::new("nft")
+        .args(["list", "chain", "ip", &table, "filter-output"])
+        .output();
+    let text = String::from_utf8(output.unwrap().stdout).unwrap();
+    let rule = text.lines().find(|l| l.contains("@service-networks"));
+    assert!(rule.is_some_and(|rule| rule.contains("drop")), "{text}");
 }
 
 /// Another program deletes a table of the cluster.
