@@ -108,7 +108,7 @@ mod tests {
     fn audits_have_a_deadline_and_failures_a_back_off() {
         let start = Instant::now();
         let at = |ms| start + MS(ms);
-        let mut times = Timetable::new(start, MS(10));
+        let times = Timetable::new(start, MS(10));
         assert_eq!(times.step(at(5000), true), Step::Write, "no audit before");
         let mut times = Timetable::new(start, MS(1000));
         assert_eq!(times.step(start, false), Step::Write, "the first one");
