@@ -304,10 +304,8 @@ pub(crate) fn work(
                 triggers.append(&mut taken.triggers);
                 apply(plane, records, objects, &taken, is_first);
                 log_problems(plane, &taken.services, &mut problems);
-                if std::mem::take(&mut is_first)
-                    && let Some(records) = records
-                {
-                    records.set_synced();
+                if std::mem::take(&mut is_first) {
+                    records.iter().for_each(|records| records.set_synced());
                 }
                 before_commit();
                 let committed = plane.commit();
@@ -330,9 +328,8 @@ pub(crate) fn work(
                             triggers: std::mem::take(&mut triggers),
                             health_checks: plane.health_checks(),
                         };
-                        report(committed)
-                            && flows_left
-                                .is_none_or(|FlowsLeft(why)| report(Report::FlowsLeft(why)))
+                        let left = flows_left.map(|FlowsLeft(why)| Report::FlowsLeft(why));
+                        report(committed) && left.is_none_or(report)
                     }
                 }
             }

@@ -158,10 +158,10 @@ fn a_machine_leaves_its_cluster() {
     if support::skip::needs_bundled("bootstrap tokens of `holdfast token`") {
         return;
     }
-    let mut cluster = Cluster::new("leaving", 80);
+    let mut cluster = Cluster::new("leaving", 70);
     cluster.ranges = Some(["10.180.0.0/16", "10.180.80.0/24"]);
     let cluster = cluster.started();
-    let network = Network::new(80);
+    let network = Network::new(70);
     let machine = Machine::new(&network, "leaving-2", 2);
     // Before the second node joins, this is the first one's.
     let address = cluster.node_address();

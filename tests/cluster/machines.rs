@@ -139,7 +139,7 @@ fn three_machines_are_one_cluster() {
     if support::skip::needs_bundled("bootstrap tokens of `holdfast token`") {
         return;
     }
-    let machines = Machines::start("three", 81, ["10.181.0.0/16", "10.181.81.0/24"]);
+    let machines = Machines::start("three", 69, ["10.181.0.0/16", "10.181.81.0/24"]);
     let clients = machines.create_clients();
     let cluster_ip = expose_web(&machines);
     let pods = machines.ready("app=web");

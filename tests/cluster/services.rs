@@ -226,7 +226,7 @@ fn two_clusters_do_not_disturb_each_other() {
     if !matches!(first.control, ControlPlane::Bundled) {
         return;
     }
-    let (first, second) = (first.started(), Cluster::start("services-b", 88));
+    let (first, second) = (first.started(), Cluster::start("services-b", 90));
     let webs = [expose(&first), expose(&second)];
     let [a, b] = &webs;
     assert_ne!(a.cluster_ip, b.cluster_ip);

@@ -387,7 +387,7 @@ pub fn pem(label: &str, der: &[u8]) -> String {
 
 /// When to renew a certificate: after 70 to 90 % of its validity. `share` is between 0 and 1.
 #[must_use]
-pub fn renewal_time(begins: Timestamp, ends: Timestamp, share: f64) -> Timestamp {
+pub(crate) fn renewal_time(begins: Timestamp, ends: Timestamp, share: f64) -> Timestamp {
     let life = ends.duration_since(begins);
     let until_due = life.as_secs_f64() * (0.7 + 0.2 * share.clamp(0.0, 1.0));
     // A fraction of the validity is never longer than the validity.
