@@ -47,16 +47,14 @@ impl ServerCertVerifier for AnyServer {
 }
 
 /// Returns the settings of a client that encrypts and verifies nothing: for servers whose certificates no known authority
-/// signs, such as those in pods. The client uses HTTP/1.1 and has no certificate.
+/// signs, such as those in pods. The client has no certificate and offers no protocol (ALPN).
 #[must_use]
 pub fn unverified_client() -> ClientConfig {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let mut config = ClientConfig::builder()
+    ClientConfig::builder()
         .dangerous()
         .with_custom_certificate_verifier(Arc::new(AnyServer(provider)))
-        .with_no_client_auth();
-    config.alpn_protocols = vec![b"http/1.1".to_vec()];
-    config
+        .with_no_client_auth()
 }
 
 #[cfg(test)]

@@ -30,8 +30,11 @@ use holdfast_https::{Body, BoxError, Outgoing, forward_request, full, is_upgrade
 const PAGE_LIMIT: usize = 4 << 20;
 
 /// The certificates of servers in pods are not verified, as upstream: no authority of the cluster signs them.
-static TLS: LazyLock<Arc<rustls::ClientConfig>> =
-    LazyLock::new(|| Arc::new(holdfast_https::unverified_client()));
+static TLS: LazyLock<Arc<rustls::ClientConfig>> = LazyLock::new(|| {
+    let mut config = holdfast_https::unverified_client();
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    Arc::new(config)
+});
 
 fn unavailable(message: impl Into<String>) -> ApiError {
     ApiError::new(503, "ServiceUnavailable", message)
