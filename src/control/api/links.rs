@@ -71,6 +71,7 @@ impl Prefix<'_> {
     /// A page with its links as the client must follow them. All other bytes stay.
     pub(super) fn page(&self, page: &str) -> String {
         let mut out = String::with_capacity(page.len());
+        let lower = page.to_ascii_lowercase();
         let mut rest = page;
         while let Some(start) = rest.find('<') {
             let (before, at) = rest.split_at(start);
@@ -86,7 +87,7 @@ impl Prefix<'_> {
             let element = self.tag(tag, &mut out);
             rest = &at[length..];
             if let Some(raw) = RAW.iter().find(|raw| **raw == element) {
-                let lower = rest.to_ascii_lowercase();
+                let lower = &lower[page.len() - rest.len()..];
                 let end = lower.find(&format!("</{raw}")).unwrap_or(rest.len());
                 out.push_str(&rest[..end]);
                 rest = &rest[end..];
@@ -211,6 +212,13 @@ mod tests {
         ] {
             assert_eq!(PREFIX.link(link).as_deref(), expected, "{link}");
         }
+    }
+
+    /// With a search that reads the rest of the page for each element, this takes minutes.
+    #[test]
+    fn the_cost_of_a_page_is_linear() {
+        let page = "<title></title>".repeat(280_000);
+        assert!(PREFIX.page(&page) == page);
     }
 
     #[test]
