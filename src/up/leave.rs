@@ -1,7 +1,6 @@
 //! What `holdfast down` does with the Node of a machine that joined with `holdfast join`. While the agent still runs, it cordons the
 //! Node and evicts its pods with the node's own credentials, which NodeRestriction permits. Only an administrator may delete a Node.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -16,11 +15,14 @@ use super::settings::Dirs;
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::client::{code, connect};
 use holdfast_kubeapi::failure::chain;
+use holdfast_sys::file;
 
 /// How long the API may take to answer a request.
 const API_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long evicted pods may take to stop.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(60);
+/// Maximum size of the file with the Node's name, in bytes; a name has at most 253.
+const MAX_NAME: u64 = 1024;
 /// Interval at which the remaining pods are listed.
 const POLL: Duration = Duration::from_millis(500);
 
@@ -36,23 +38,23 @@ fn cordoned_file(dirs: &Dirs) -> PathBuf {
 
 /// Records that this machine has joined as `node`.
 pub(super) fn record(dirs: &Dirs, node: &str) -> anyhow::Result<()> {
-    Ok(holdfast_sys::file::replace(
-        &name_file(dirs),
-        node.as_bytes(),
-    )?)
+    Ok(file::replace(&name_file(dirs), node.as_bytes())?)
 }
 
-fn remove(file: &Path) -> anyhow::Result<()> {
-    match fs::remove_file(file) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("{} cannot be removed", file.display()))
-        }
-        _ => Ok(()),
-    }
+fn forget_cordon(dirs: &Dirs) -> anyhow::Result<()> {
+    let path = cordoned_file(dirs);
+    file::remove(&path).with_context(|| format!("{} cannot be removed", path.display()))
 }
 
-async fn set_unschedulable(client: &Client, node: &str, is: bool) -> Result<(), kube::Error> {
-    let patch = json!({"spec": {"unschedulable": is.then_some(true)}});
+/// Sends a request. The error is a text for the user.
+async fn in_time<T>(request: impl Future<Output = Result<T, kube::Error>>) -> anyhow::Result<T> {
+    let answer = tokio::time::timeout(API_TIMEOUT, request).await;
+    let answer = answer.context("the API does not answer in time")?;
+    answer.map_err(|error| anyhow::anyhow!("{}", chain(&error)))
+}
+
+async fn set_unschedulable(client: &Client, node: &str, value: bool) -> Result<(), kube::Error> {
+    let patch = json!({"spec": {"unschedulable": value.then_some(true)}});
     let api: Api<Node> = Api::all(client.clone());
     let patched = api
         .patch(node, &PatchParams::default(), &Patch::Merge(patch))
@@ -62,13 +64,12 @@ async fn set_unschedulable(client: &Client, node: &str, is: bool) -> Result<(), 
 
 /// Lets the scheduler use the node again, if `down` has cordoned it. A Node that an administrator cordoned stays cordoned.
 pub(super) async fn uncordon(client: &Client, dirs: &Dirs, node: &str) -> anyhow::Result<()> {
-    let file = cordoned_file(dirs);
-    if !file.exists() {
+    if !cordoned_file(dirs).exists() {
         return Ok(());
     }
     let done = set_unschedulable(client, node, false).await;
     done.map_err(|error| anyhow::anyhow!(messages::not_uncordoned(node, &chain(&error))))?;
-    remove(&file)
+    forget_cordon(dirs)
 }
 
 /// What `down` does with a pod of the node.
@@ -123,9 +124,7 @@ fn full_name(pod: &Pod) -> String {
 async fn pods(client: &Client, node: &str) -> anyhow::Result<Vec<(Pod, Treatment)>> {
     let which = ListParams::default().fields(&format!("spec.nodeName={node}"));
     let api: Api<Pod> = Api::all(client.clone());
-    let listed = tokio::time::timeout(API_TIMEOUT, api.list(&which)).await;
-    let listed = listed.context("the API does not answer in time")?;
-    let listed = listed.map_err(|e| anyhow::anyhow!("{}", chain(&e)))?;
+    let listed = in_time(api.list(&which)).await?;
     Ok(listed
         .items
         .into_iter()
@@ -148,9 +147,7 @@ async fn evict_all(client: &Client, node: &str) -> anyhow::Result<Vec<String>> {
             return Ok(stay.map(|(pod, _)| full_name(pod)).collect());
         }
         for (pod, _) in pods.iter().filter(|(_, t)| *t == Treatment::Evict) {
-            let evicted = tokio::time::timeout(API_TIMEOUT, evict(client, pod)).await;
-            let evicted = evicted.context("the API does not answer in time")?;
-            evicted.map_err(|e| anyhow::anyhow!("{}", chain(&e)))?;
+            in_time(evict(client, pod)).await?;
         }
         tokio::time::sleep(POLL).await;
     }
@@ -167,17 +164,14 @@ pub(super) struct Leaving {
 impl Leaving {
     /// Reads whether this machine has joined; `None` if not. `admin` is the kubeconfig of an administrator.
     pub(super) fn read(dirs: &Dirs, admin: Option<PathBuf>) -> anyhow::Result<Option<Leaving>> {
-        match fs::read_to_string(name_file(dirs)) {
-            Ok(node) => Ok(Some(Leaving {
-                node,
-                admin,
-                reports: vec![],
-            })),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(error) => {
-                Err(error).with_context(|| format!("{} cannot be read", name_file(dirs).display()))
-            }
-        }
+        let path = name_file(dirs);
+        let node = file::read_text_if_there(&path, MAX_NAME)
+            .with_context(|| format!("{} cannot be read", path.display()))?;
+        Ok(node.map(|node| Leaving {
+            node,
+            admin,
+            reports: vec![],
+        }))
     }
 
     /// Cordons the node and evicts its pods. A failure is reported and does not keep the machine from stopping.
@@ -195,20 +189,15 @@ impl Leaving {
     async fn try_drain(&self, dirs: &Dirs, agent_runs: bool) -> anyhow::Result<Vec<String>> {
         let client = connect(&dirs.agent().join("kubeconfig")).await?;
         let api: Api<Node> = Api::all(client.clone());
-        let request = tokio::time::timeout(API_TIMEOUT, api.get_opt(&self.node)).await;
-        let node = request.context("the API does not answer in time")?;
-        let Some(node) = node.map_err(|e| anyhow::anyhow!("{}", chain(&e)))? else {
+        let Some(node) = in_time(api.get_opt(&self.node)).await? else {
             return Ok(vec![]);
         };
         if node
             .spec
             .is_none_or(|spec| spec.unschedulable != Some(true))
         {
-            let request = set_unschedulable(&client, &self.node, true);
-            let cordoned = tokio::time::timeout(API_TIMEOUT, request).await;
-            let cordoned = cordoned.context("the API does not answer in time")?;
-            cordoned.map_err(|e| anyhow::anyhow!("{}", chain(&e)))?;
-            holdfast_sys::file::replace(&cordoned_file(dirs), b"")?;
+            in_time(set_unschedulable(&client, &self.node, true)).await?;
+            file::replace(&cordoned_file(dirs), b"")?;
         }
         // Without the agent, evicted pods would stay Terminating.
         match agent_runs {
@@ -229,7 +218,7 @@ impl Leaving {
         };
         self.reports.push(report);
         // A Node that is created again is not cordoned.
-        if let Err(error) = remove(&cordoned_file(dirs)) {
+        if let Err(error) = forget_cordon(dirs) {
             self.reports.push(format!("{error:#}"));
         }
         self.reports
@@ -237,12 +226,13 @@ impl Leaving {
 
     async fn delete_node(&self, admin: &Path) -> anyhow::Result<()> {
         let api: Api<Node> = Api::all(connect(admin).await?);
-        let (node, params) = (&self.node, DeleteParams::default());
-        let deleted = tokio::time::timeout(API_TIMEOUT, api.delete(node, &params)).await;
-        match deleted.context("the API does not answer in time")? {
-            Err(error) if code(&error) != Some(404) => Err(anyhow::anyhow!("{}", chain(&error))),
-            _ => Ok(()),
-        }
+        in_time(async {
+            match api.delete(&self.node, &DeleteParams::default()).await {
+                Err(error) if code(&error) != Some(404) => Err(error),
+                _ => Ok(()),
+            }
+        })
+        .await
     }
 }
 

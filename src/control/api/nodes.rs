@@ -133,8 +133,8 @@ fn agent(node: &Value) -> Result<Agent, ApiError> {
     })
 }
 
-/// A request for a node may name the agent's port. Other servers of a node are not reached.
-fn is_port_of(agent: &Agent, requested: &str) -> Result<(), ApiError> {
+/// Rejects another port than the agent's: other servers of a node are not reached.
+fn check_port(agent: &Agent, requested: &str) -> Result<(), ApiError> {
     if requested.is_empty() || requested.parse() == Ok(agent.port) {
         return Ok(());
     }
@@ -405,7 +405,7 @@ impl Api {
             let asked = requested(name, "node")?;
             let (_, node) = self.fetch(kind, None, asked.name)?;
             let agent = agent(&node)?;
-            is_port_of(&agent, asked.port)?;
+            check_port(&agent, asked.port)?;
             let target = below_proxy(path, &query_text);
             return nodes.forward(&agent, target, request).await;
         }
@@ -586,7 +586,7 @@ mod tests {
             ("x", false),
             ("75786", false),
         ] {
-            assert_eq!(is_port_of(&agent, port).is_ok(), expected, "{port}");
+            assert_eq!(check_port(&agent, port).is_ok(), expected, "{port}");
         }
     }
 
