@@ -259,6 +259,7 @@ async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
     let class = json!({"metadata": {"name": "standard", "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}},
         "provisioner": controllers::DIRECTORY, "reclaimPolicy": "Delete", "volumeBindingMode": "WaitForFirstConsumer"});
     post(api, "/apis/storage.k8s.io/v1/storageclasses", &class).await?;
+    default_range(api, settings).await?;
     for (namespace, service) in services(settings) {
         let name = api::object::name(&service).to_owned();
         let key = format!("services/{namespace}/{name}");
@@ -275,6 +276,40 @@ async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
         }
     }
     endpoints(api, settings).await
+}
+
+/// Writes the ServiceCIDR with the ranges of cluster IPs (KEP-1880). Its ranges are immutable, so it is written again if the
+/// cluster starts with others.
+async fn default_range(api: &Api, settings: &Settings) -> anyhow::Result<()> {
+    let cidrs: Vec<String> = settings
+        .service_range
+        .iter()
+        .map(|r| r.to_string())
+        .collect();
+    let path = "/apis/networking.k8s.io/v1/servicecidrs";
+    let name = api::networking::DEFAULT_RANGE;
+    let read = || {
+        let stored = api.store().get(&format!("servicecidrs/{name}"))?;
+        serde_json::from_slice::<Value>(&stored.value).ok()
+    };
+    if read().is_some_and(|stored| stored["spec"]["cidrs"] != json!(cidrs)) {
+        send(api, "DELETE", &format!("{path}/{name}"), &json!({}), 200).await?;
+    }
+    post(
+        api,
+        path,
+        &json!({"metadata": {"name": name}, "spec": {"cidrs": cidrs}}),
+    )
+    .await?;
+    let Some(mut stored) = read() else {
+        return Ok(());
+    };
+    if api::object::list(&stored, &["status", "conditions"]).is_empty() {
+        stored["status"] = json!({"conditions": [{"type": "Ready", "status": "True", "reason": "",
+            "message": "Kubernetes default Service CIDR is ready", "lastTransitionTime": api::object::now()}]});
+        send(api, "PUT", &format!("{path}/{name}/status"), &stored, 200).await?;
+    }
+    Ok(())
 }
 
 /// The services that every cluster has, with their namespaces: the API, and the DNS. The latter has no selector: the service

@@ -201,6 +201,27 @@ fn certificates(kind: &str) -> Vec<Value> {
     }
 }
 
+fn networking(kind: &str) -> Vec<Value> {
+    match kind {
+        "Ingress" => vec![
+            json!({"metadata": {"name": "any"}, "spec": {}, "status": {"loadBalancer": {}}}),
+            json!({"metadata": {"name": "web"}, "spec": {"ingressClassName": "edge", "tls": [{}], "rules": [{"host": "a.example"}, {"host": "*.b.example"}, {}]},
+                "status": {"loadBalancer": {"ingress": [{"ip": "10.0.0.2"}, {"hostname": "lb.example"}, {"ip": "10.0.0.1"}]}}}),
+        ],
+        "IngressClass" => vec![
+            json!({"metadata": {"name": "edge", "annotations": {"ingressclass.kubernetes.io/is-default-class": "true"}}, "spec": {"controller": "c.example/edge", "parameters": {"apiGroup": "c.example", "kind": "Parameters", "name": "p", "scope": "Cluster"}}}),
+            json!({"metadata": {"name": "plain"}, "spec": {"controller": "c.example/edge"}}),
+        ],
+        "ServiceCIDR" => vec![
+            json!({"metadata": {"name": "more"}, "spec": {"cidrs": ["10.97.0.0/16", "fd00::/112"]}}),
+        ],
+        _ => vec![
+            json!({"metadata": {"name": "10.96.0.7"}, "spec": {"parentRef": {"resource": "services", "namespace": "default", "name": "web"}}}),
+            json!({"metadata": {"name": "10.96.0.8"}, "spec": {"parentRef": {"group": "G.example", "resource": "things", "name": "a"}}}),
+        ],
+    }
+}
+
 fn events() -> Vec<Value> {
     vec![
         json!({"metadata": {"name": "pulled"}, "involvedObject": {"kind": "Pod", "name": "web-1", "fieldPath": "spec.containers{c}"}, "type": "Normal", "reason": "Pulled", "message": "Successfully pulled image", "source": {"component": "kubelet", "host": "n1"}, "firstTimestamp": ago(5 * DAY), "lastTimestamp": ago(30), "count": 7}),
@@ -252,6 +273,7 @@ fn objects(kind: &str) -> Vec<Value> {
             json!({"metadata": {"name": "all"}, "spec": {"podSelector": {}}}),
             json!({"metadata": {"name": "web"}, "spec": {"podSelector": {"matchLabels": {"app": "web"}, "matchExpressions": [{"key": "tier", "operator": "In", "values": ["a", "b"]}]}}}),
         ],
+        "Ingress" | "IngressClass" | "ServiceCIDR" | "IPAddress" => networking(kind),
         "RoleBinding" | "ClusterRoleBinding" => vec![binding],
         _ => vec![named],
     }

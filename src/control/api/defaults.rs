@@ -84,6 +84,7 @@ pub fn apply(kind: &str, object: &mut Value) {
         }
         other => {
             super::storage::defaults(other, object);
+            super::networking::defaults(other, object);
             super::rbac::defaults(other, object);
             super::batch::defaults(other, object);
         }

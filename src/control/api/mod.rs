@@ -24,6 +24,7 @@ mod impersonate;
 mod labels;
 mod links;
 mod list_options;
+pub(crate) mod networking;
 pub mod nodes;
 pub mod object;
 mod offload;

@@ -456,6 +456,43 @@ pub static RESOURCES: &[Resource] = &[
         generation: true,
         ..NONE
     },
+    Resource {
+        group: "networking.k8s.io",
+        plural: "ingresses",
+        singular: "ingress",
+        kind: "Ingress",
+        short: &["ing"],
+        subresources: &[Sub::Status],
+        generation: true,
+        ..NONE
+    },
+    Resource {
+        group: "networking.k8s.io",
+        plural: "ingressclasses",
+        singular: "ingressclass",
+        kind: "IngressClass",
+        namespaced: false,
+        generation: true,
+        ..NONE
+    },
+    Resource {
+        group: "networking.k8s.io",
+        plural: "servicecidrs",
+        singular: "servicecidr",
+        kind: "ServiceCIDR",
+        namespaced: false,
+        subresources: &[Sub::Status],
+        ..NONE
+    },
+    Resource {
+        group: "networking.k8s.io",
+        plural: "ipaddresses",
+        singular: "ipaddress",
+        kind: "IPAddress",
+        namespaced: false,
+        short: &["ip"],
+        ..NONE
+    },
 ];
 
 /// Kinds that are evaluated and not stored: group, plural, kind.

@@ -100,6 +100,7 @@ fn columns(kind: &str) -> &'static [Column] {
             .or_else(|| super::certificates::columns(other))
             .or_else(|| super::rbac::columns(other))
             .or_else(|| super::batch::columns(other))
+            .or_else(|| super::networking::columns(other))
             .unwrap_or(&[NAME, ("Created At", "date", 0)]),
     }
 }
@@ -291,6 +292,9 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
         "Event" => event(object, now),
         other if super::storage::columns(other).is_some() => {
             super::storage::cells(other, object, &age)
+        }
+        other if super::networking::columns(other).is_some() => {
+            super::networking::cells(other, object, &age)
         }
         other if super::rbac::columns(other).is_some() => super::rbac::cells(other, object, &age),
         other if super::certificates::columns(other).is_some() => {

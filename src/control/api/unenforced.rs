@@ -3,6 +3,7 @@
 
 use serde_json::Value;
 
+use super::networking::DEFAULT_RANGE;
 use super::object::at;
 
 /// The path of the pod spec in each kind.
@@ -87,6 +88,17 @@ pub fn warnings(kind: &str, object: &Value) -> Vec<String> {
             "preemptionPolicy",
             "the scheduler orders pods by priority and does not preempt",
         ));
+    }
+    match kind {
+        "ServiceCIDR" if super::object::name(object) != DEFAULT_RANGE => found.push(stored(
+            "spec.cidrs",
+            "services get addresses of the ServiceCIDR kubernetes only",
+        )),
+        "IPAddress" => found.push(stored(
+            "spec.parentRef",
+            "the addresses of services are allocated without IPAddress objects",
+        )),
+        _ => {}
     }
     found
 }

@@ -13,6 +13,7 @@ use super::change;
 use super::defaults;
 use super::error::{ApiError, FieldError};
 use super::expansion;
+use super::networking;
 use super::object;
 use super::object::{is_deleting, list, meta, now, text};
 use super::patch;
@@ -224,6 +225,7 @@ impl Api {
         fit_to_path(resource, namespace, &mut body)?;
         let mut warnings = check_fields(resource, &mut body, options.strict)?;
         warnings.extend(batch::warnings(resource.kind, &body));
+        warnings.extend(networking::warnings(resource.kind, &body));
         warnings.extend(unenforced::warnings(resource.kind, &body));
         if !object::text(&body, &["metadata", "resourceVersion"])
             .unwrap_or_default()
@@ -347,6 +349,7 @@ impl Api {
             ("Pod", Some(namespace)) => admit::pod(&self.store, namespace, fresh).await?,
             ("PersistentVolumeClaim", _) => storage::admit_claim(&self.store, fresh),
             ("PersistentVolume", _) => storage::admit_volume(fresh),
+            ("Ingress", _) => networking::admit_ingress(&self.store, fresh),
             ("Service", _) => {
                 let reserved = services::allocate(&self.services, &self.store, None, fresh)?;
                 reservation = Some(reserved);

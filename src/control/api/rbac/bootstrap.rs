@@ -181,7 +181,7 @@ fn roles() -> Vec<(&'static str, Value)> {
             to("view"),
             json!([
             {"apiGroups": [""], "resources": plain, "verbs": read}, {"apiGroups": ["apps"], "resources": workloads, "verbs": read}, {"apiGroups": ["batch"], "resources": JOBS, "verbs": read},
-            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": read}, {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": read}]),
+            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": read}, {"apiGroups": ["networking.k8s.io"], "resources": ["ingresses", "ingresses/status", "networkpolicies"], "verbs": read}]),
         ),
         role(
             "system:aggregate-to-edit",
@@ -189,7 +189,7 @@ fn roles() -> Vec<(&'static str, Value)> {
             json!([
             {"apiGroups": [""], "resources": ["secrets"], "verbs": read}, {"apiGroups": [""], "resources": ["secrets", "configmaps", "events", "persistentvolumeclaims", "pods", "serviceaccounts", "services"], "verbs": write},
             {"apiGroups": [""], "resources": ["pods/exec", "pods/attach", "pods/portforward", "pods/eviction", "serviceaccounts/token"], "verbs": ["create", "get"]}, {"apiGroups": [""], "resources": ["pods/proxy", "services/proxy"], "verbs": ["create", "delete", "get", "patch", "update"]},
-            {"apiGroups": ["apps"], "resources": workloads, "verbs": write}, {"apiGroups": ["batch"], "resources": JOBS, "verbs": write}, {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": write}]),
+            {"apiGroups": ["apps"], "resources": workloads, "verbs": write}, {"apiGroups": ["batch"], "resources": JOBS, "verbs": write}, {"apiGroups": ["networking.k8s.io"], "resources": ["ingresses", "networkpolicies"], "verbs": write}]),
         ),
         role(
             "system:aggregate-to-admin",

@@ -168,7 +168,9 @@ fn metadata(resource: &Resource, object: &Value, errors: &mut Errors) {
             | "ClusterRoleBinding" => (is_segment(name), SEGMENT),
             _ => (is_subdomain(name), SUBDOMAIN),
         };
-        if !fine {
+        if resource.kind == "IPAddress" {
+            rules::ip_name(name, errors);
+        } else if !fine {
             errors.push(FieldError::invalid("metadata.name", &name.into(), rule));
         }
     }

@@ -32,6 +32,7 @@ pub fn status(resource: &Resource, old: &Value, new: &Value) -> Errors {
         }
         "ReplicaSet" => counts(new, &mut errors),
         "Service" => services::validate_status(new, &mut errors),
+        "Ingress" => super::rules::ingress_status(new, &mut errors),
         "Job" => super::job_status::job(old, new, &mut errors),
         "Namespace" => {
             let wanted = if object::is_deleting(new) {

@@ -9,7 +9,7 @@ use super::Errors;
 use crate::api::error::FieldError;
 use crate::api::object::{at, list, put, text};
 use crate::api::resources::Resource;
-use crate::api::{certificates, rbac, services, storage};
+use crate::api::{certificates, networking, rbac, services, storage};
 
 /// Validates an update.
 #[must_use]
@@ -64,6 +64,7 @@ pub fn update(resource: &Resource, old: &Value, new: &Value) -> Errors {
         }
         other => {
             storage::validate_update(other, old, new, &mut errors);
+            networking::validate_update(other, old, new, &mut errors);
             certificates::validate_update(other, old, new, &mut errors);
             rbac::validate_update(other, old, new, &mut errors);
         }

@@ -7,6 +7,7 @@
 //! is absent or null violates [`Rule::Required`] only, because defaults may be applied later.
 
 mod container;
+mod ingress;
 mod network;
 mod others;
 mod pod;
@@ -20,6 +21,7 @@ use serde_json::Value;
 use super::Errors;
 use crate::api::error::FieldError;
 
+pub(super) use ingress::{ip_name, status as ingress_status};
 pub(super) use others::check as object;
 pub(super) use pod::check as pod;
 
@@ -167,6 +169,7 @@ mod tests {
             volume::examples(),
             others::examples(),
             network::examples(),
+            ingress::examples(),
         ];
         examples.into_iter().flatten().collect()
     }

@@ -15,7 +15,7 @@ use super::syntax::{
     NO_BACKSTEPS, PORT, PROTOCOLS, has_no_backsteps, is_config_key, port, port_name, unique_names,
 };
 use super::volume::HOST_PATHS;
-use super::{Row, resources, row, scheduling, table};
+use super::{Row, ingress, resources, row, scheduling, table};
 use crate::api::error::FieldError;
 use crate::api::object::{list, text};
 use holdfast_core::quantity::Quantity;
@@ -301,6 +301,10 @@ pub fn check(kind: &str, object: &Value, errors: &mut Errors) {
         "Endpoints" => ENDPOINTS,
         "EndpointSlice" => SLICE,
         "NetworkPolicy" => POLICY,
+        "Ingress" => ingress::INGRESS,
+        "IngressClass" => ingress::CLASS,
+        "ServiceCIDR" => ingress::RANGE,
+        "IPAddress" => ingress::ADDRESS,
         "Lease" => LEASE,
         "RuntimeClass" => RUNTIME_CLASS,
         _ => return,
