@@ -44,10 +44,43 @@ impl<'de> Deserialize<'de> for Untyped {
 }
 
 impl Untyped {
-    /// Decodes the object as kind `K`.
-    pub fn read<K: DeserializeOwned>(self) -> Result<K, Error> {
+    /// Decodes the object as kind `K`. A condition without a time, which upstream's types allow, gets the zero time of Go if
+    /// the kind needs one: otherwise it would hide the whole object.
+    pub fn read<K: DeserializeOwned>(mut self) -> Result<K, Error> {
+        let has_no_time = |condition: &mut Value| condition["lastTransitionTime"].is_null();
+        let is_complete = !conditions(&mut self.value).any(has_no_time);
+        if is_complete {
+            return serde_json::from_value(self.value).map_err(Error::SerdeError);
+        }
+        if let Ok(object) = serde_json::from_value(self.value.clone()) {
+            return Ok(object);
+        }
+        for condition in conditions(&mut self.value).filter(|c| c.is_object()) {
+            if condition["lastTransitionTime"].is_null() {
+                condition["lastTransitionTime"] = ZERO_TIME.into();
+            }
+        }
         serde_json::from_value(self.value).map_err(Error::SerdeError)
     }
+}
+
+/// Go's `time.Time{}`, which upstream serialises as null.
+const ZERO_TIME: &str = "0001-01-01T00:00:00Z";
+
+/// The conditions in a status, also those of the devices of a ResourceClaim.
+fn conditions(object: &mut Value) -> impl Iterator<Item = &mut Value> {
+    let status = object.get_mut("status").and_then(Value::as_object_mut);
+    let (mut own, mut devices) = (None, None);
+    for (key, value) in status.into_iter().flatten() {
+        match key.as_str() {
+            "conditions" => own = value.as_array_mut(),
+            "devices" => devices = value.as_array_mut(),
+            _ => {}
+        }
+    }
+    let devices = devices.into_iter().flatten();
+    let of_devices = devices.filter_map(|device| device.get_mut("conditions")?.as_array_mut());
+    own.into_iter().chain(of_devices).flatten()
 }
 
 impl Resource for Untyped {
@@ -323,7 +356,8 @@ fn body(object: &impl Serialize) -> Result<Vec<u8>, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use k8s_openapi::api::core::v1::Pod;
+    use k8s_openapi::api::core::v1::{Pod, Service};
+    use k8s_openapi::api::resource::v1::ResourceClaim;
     use serde_json::json;
 
     #[test]
@@ -353,5 +387,40 @@ mod tests {
         assert!(read(json!({"kind": "Node", "apiVersion": "v1"})).is_err());
         assert!(read(json!({"spec": {"containers": 5}})).is_err());
         assert!(read(json!("no object")).is_err());
+    }
+
+    #[test]
+    fn a_condition_without_a_time_does_not_hide_its_object() {
+        let read = |value: Value| serde_json::from_value::<Untyped>(value).expect("any JSON");
+        let of = |time: Value| json!({"type": "Ready", "status": "True", "reason": "A", "message": "", "lastTransitionTime": time});
+        let full = of("2026-11-30T07:00:00Z".into());
+        let mut missing = of(Value::Null);
+        if let Some(condition) = missing.as_object_mut() {
+            condition.remove("lastTransitionTime");
+        }
+        for condition in [of(Value::Null), missing] {
+            let conditions = json!([condition, full]);
+            let service =
+                read(json!({"metadata": {"name": "web"}, "status": {"conditions": conditions}}));
+            let service: Service = service.read().expect("a Service");
+            let read_back = service.status.and_then(|status| status.conditions);
+            let times = read_back.into_iter().flatten();
+            let times: Vec<String> = times
+                .map(|c| c.last_transition_time.0.to_string())
+                .collect();
+            assert_eq!(times, [ZERO_TIME, "2026-11-30T07:00:00Z"]);
+            let devices =
+                json!([{"driver": "d", "pool": "p", "device": "e", "conditions": conditions}]);
+            let claim = read(json!({"metadata": {}, "spec": {}, "status": {"devices": devices}}));
+            assert!(claim.read::<ResourceClaim>().is_ok());
+            // A Pod's condition needs no time, and gets none.
+            let pod: Pod = read(json!({"status": {"conditions": conditions}}))
+                .read()
+                .expect("a Pod");
+            let first = pod
+                .status
+                .and_then(|status| status.conditions?.into_iter().next());
+            assert_eq!(first.expect("a condition").last_transition_time, None);
+        }
     }
 }

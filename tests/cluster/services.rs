@@ -235,6 +235,13 @@ fn two_clusters_do_not_disturb_each_other() {
         cluster.wait("an answer by name", || {
             get_in_pod(cluster, "client", "http://web/").is_some()
         });
+        let range = "jsonpath={.spec.cidrs[0]} {.status.conditions[0].status}";
+        let range = cluster.kubectl(&["get", "servicecidr", "kubernetes", "-o", range]);
+        let (range, ready) = range.split_once(' ').unwrap();
+        let range: ipnet::IpNet = range.parse().unwrap();
+        let address: SocketAddr = web.cluster_ip.parse().unwrap();
+        assert!(range.contains(&address.ip()), "{range} {address}");
+        assert_eq!(ready, "True");
     }
     second.down();
     assert_eq!(get(&b.cluster_ip), None);

@@ -8,6 +8,7 @@ mod disk;
 mod escalation;
 mod fuzz;
 mod hostile;
+mod ingress;
 mod jobs;
 mod join;
 mod reads;
