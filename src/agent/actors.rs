@@ -12,7 +12,8 @@ use crate::metrics::Metrics;
 use crate::node::ledger::LedgerHandle;
 use crate::node::{
     self, ClaimManager, DeviceManager, OwnNode, binding, cgroup_tree, claims, devices, lease,
-    ledger, log_rotation, network, own, pressure, registration, runtime, shutdown, status,
+    ledger, log_rotation, network, own, pod_network, pressure, registration, runtime, shutdown,
+    status,
 };
 use crate::pod::heartbeats::Heartbeats;
 use crate::pod::journal::Journals;
@@ -31,6 +32,7 @@ use holdfast_core::pod::resources::Amounts;
 use holdfast_core::pod::worker::Network;
 use holdfast_cri::{Features, Runtime};
 use holdfast_host::PodHost;
+use holdfast_host::pod_network::PodNetwork;
 use holdfast_kubeapi::pods::PodApi;
 use holdfast_probes::Dialer;
 use holdfast_sys::clock::Clock;
@@ -554,6 +556,16 @@ impl Parts {
                 features: published.features.clone(),
                 heartbeats: Arc::clone(&published.heartbeats),
                 node: Arc::clone(&self.node),
+            },
+            pod_network: pod_network::Parts {
+                network: self
+                    .config
+                    .pod_network_template
+                    .as_deref()
+                    .map(PodNetwork::new),
+                node: Arc::clone(&self.node),
+                events: self.events.clone(),
+                name: self.config.node_name.clone(),
             },
             status: self.status(published),
             lease: lease::Parts {

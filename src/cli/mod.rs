@@ -476,6 +476,10 @@ pub struct AgentFlags {
     /// directory is [default: /var/lib/kubelet/device-plugins].
     #[arg(long, value_name = "DIR")]
     pub device_plugin_dir: Option<PathBuf>,
+    /// A CNI configuration without the ranges of its first plugin's host-local. The agent adds the Node's pod range and writes
+    /// the result next to the template, with the extension `conflist`; a changed range follows when no pod has an address.
+    #[arg(long, value_name = "FILE")]
+    pub pod_network_template: Option<PathBuf>,
     /// Labels for the node when it registers, as key=value separated by commas. On an existing Node, the agent updates only
     /// the labels for zone, region and instance type; the administrator owns the others.
     #[arg(long, value_name = "LABELS")]
@@ -544,6 +548,7 @@ impl AgentFlags {
             root_dir: self.root_dir.clone(),
             cert_dir: self.cert_dir.clone(),
             device_plugin_dir: self.device_plugin_dir.clone(),
+            pod_network_template: self.pod_network_template.clone(),
             node_labels: self.node_labels.clone(),
             register_node: self.register_node,
             runtime_endpoint: self.container_runtime_endpoint.clone(),

@@ -111,6 +111,8 @@ pub struct Config {
     pub cert_dir: PathBuf,
     /// `--device-plugin-dir`.
     pub device_plugin_dir: PathBuf,
+    /// `--pod-network-template`; `None` if another program writes the CNI configuration.
+    pub pod_network_template: Option<PathBuf>,
     /// The feature gates that are set.
     pub feature_gates: BTreeMap<String, bool>,
     /// Extra labels of the node.
@@ -264,6 +266,8 @@ pub struct Overrides {
     pub cert_dir: Option<PathBuf>,
     /// `--device-plugin-dir`.
     pub device_plugin_dir: Option<PathBuf>,
+    /// `--pod-network-template`.
+    pub pod_network_template: Option<PathBuf>,
     /// `--node-labels`.
     pub node_labels: Option<String>,
     /// `--register-node`.

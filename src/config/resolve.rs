@@ -304,6 +304,7 @@ pub(super) fn resolve(
         cert_dir,
         feature_gates: d.feature_gates.clone().unwrap_or_default(),
         device_plugin_dir: device_plugin_dir(flags)?,
+        pod_network_template: flags.pod_network_template.clone(),
         root_dir: absolute("--root-dir", root_dir)?,
         node_labels: node_labels(flags)?,
         register_node: flags.register_node.or(d.register_node).unwrap_or(true),

@@ -8,6 +8,7 @@ pub mod iptables;
 pub mod leases;
 pub mod linux;
 mod pod_host;
+pub mod pod_network;
 pub mod serving;
 #[cfg(test)]
 #[path = "../../tests/support/skip.rs"]

@@ -214,11 +214,11 @@ pub fn sysctl(name: &str) -> String {
     line(&format!("/proc/sys/{name}"))
 }
 
-/// The interfaces that have an IPv4 route through a gateway, in the order of their names, with the reverse path filter
-/// that takes effect: 0 off, 1 strict, 2 loose (RFC 3704).
+/// The interfaces with an IPv4 default route, in the order of their names, with the reverse path filter that takes effect: 0 off,
+/// 1 strict, 2 loose (RFC 3704). Routes to the pods of other nodes do not make an uplink of an overlay's device.
 #[must_use]
 pub fn uplinks() -> Vec<(String, u8)> {
-    let names = gateway_interfaces(&line("/proc/net/route"));
+    let names = default_interfaces(&line("/proc/net/route"));
     let filter = |of: &str| {
         sysctl(&format!("net/ipv4/conf/{of}/rp_filter"))
             .parse()
@@ -232,13 +232,15 @@ pub fn uplinks() -> Vec<(String, u8)> {
         .collect()
 }
 
-/// The interfaces of the routes with a gateway in the kernel's table `/proc/net/route`.
-fn gateway_interfaces(table: &str) -> BTreeSet<String> {
-    // Columns: interface, destination, gateway, …; addresses are hexadecimal.
+/// The interfaces of the default routes in the kernel's table `/proc/net/route`.
+fn default_interfaces(table: &str) -> BTreeSet<String> {
+    // Columns: interface, destination, gateway, flags, references, uses, metric, mask; addresses are hexadecimal. The interface
+    // of an unreachable route is "*" (`fib_route_seq_show` in net/ipv4/fib_trie.c).
     let rows = table.lines().skip(1).map(str::split_whitespace);
     rows.filter_map(|mut row| {
-        let (name, gateway) = (row.next()?, row.nth(1)?);
-        (gateway != "00000000").then(|| name.to_owned())
+        let (name, destination, mask) = (row.next()?, row.next()?, row.nth(5)?);
+        let is_default = destination == "00000000" && mask == "00000000";
+        (is_default && name != "*").then(|| name.to_owned())
     })
     .collect()
 }
@@ -283,15 +285,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_uplink_has_a_route_through_a_gateway() {
-        let table = "Iface\tDestination\tGateway \tFlags\n\
-            eth0\t00000000\t0100000A\t0003\n\
-            cni0\t0000F40A\t00000000\t0001\n\
-            eth1\t0002A8C0\t010010AC\t0003\n\
-            eth1\t0003A8C0\t010010AC\t0003\n\
+    fn an_uplink_has_a_default_route() {
+        // eth1 has a default route without a gateway; flannel.1 and eth2 have gateways for some destinations, and tun0 for a half
+        // of all.
+        let table = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n\
+            eth0\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0\t0\t0\n\
+            eth1\t00000000\t00000000\t0001\t0\t0\t100\t00000000\t0\t0\t0\n\
+            *\t00000000\t00000000\t0200\t0\t0\t200\t00000000\t0\t0\t0\n\
+            cni0\t0000F40A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n\
+            flannel.1\t0001F40A\t0001F40A\t0003\t0\t0\t0\t00FFFFFF\t0\t0\t0\n\
+            tun0\t00000000\t010010AC\t0003\t0\t0\t0\t00000080\t0\t0\t0\n\
+            eth2\t0003A8C0\t010010AC\t0003\t0\t0\t0\t00FFFFFF\t0\t0\t0\n\
             torn";
-        assert_eq!(Vec::from_iter(gateway_interfaces(table)), ["eth0", "eth1"]);
-        assert!(gateway_interfaces("").is_empty());
+        assert_eq!(Vec::from_iter(default_interfaces(table)), ["eth0", "eth1"]);
+        assert!(default_interfaces("").is_empty());
     }
 
     #[test]

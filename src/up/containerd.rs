@@ -145,6 +145,26 @@ pub fn pod_range(settings: &Settings) -> Option<ipnet::Ipv4Net> {
     range.as_str()?.parse().ok()
 }
 
+/// The template of a joined node's network: the agent adds the Node's range.
+pub(super) fn network_template(settings: &Settings) -> PathBuf {
+    network_file(settings).with_extension("template")
+}
+
+/// Writes the template of a joined node's network.
+pub(super) fn write_template(settings: &Settings) -> anyhow::Result<()> {
+    let (file, mut network) = (network_template(settings), network(settings));
+    if let Some(ipam) = network.pointer_mut("/plugins/0/ipam")
+        && let Some(fields) = ipam.as_object_mut()
+    {
+        fields.remove("ranges");
+    }
+    if let Some(dir) = file.parent() {
+        std::fs::create_dir_all(dir)?;
+    }
+    holdfast_sys::file::replace(&file, network.to_string().as_bytes())
+        .with_context(|| format!("{} cannot be written", file.display()))
+}
+
 /// Writes the network's configuration, unless it is unchanged.
 pub fn write_network(settings: &Settings) -> anyhow::Result<()> {
     let (file, text) = (network_file(settings), network(settings).to_string());

@@ -333,6 +333,9 @@ async fn start(mut settings: Settings, mut progress: Progress) -> anyhow::Result
     progress.step("bundled images");
     containerd::import_images(&settings, &endpoint)?;
     progress.step("agent");
+    if private {
+        containerd::write_template(&settings)?;
+    }
     let started = start_agent(&settings, &components.agent, &endpoint)?;
     let client = wait_credentials(&settings.dirs, &components.agent, started).await?;
     leave::record(&settings.dirs, &settings.node_name)?;
@@ -340,7 +343,8 @@ async fn start(mut settings: Settings, mut progress: Progress) -> anyhow::Result
     let pods = wait_range(&client, &settings.node_name, &components.agent).await?;
     settings.ranges.pods = pods;
     ranges::record(&settings.dirs.data, &settings.ranges)?;
-    if private {
+    // The agent changes the range of a network that has another one, when its pods allow it.
+    if private && containerd::pod_range(&settings).is_none_or(|range| range == pods) {
         containerd::write_network(&settings)?;
     }
     progress.step("proxy");

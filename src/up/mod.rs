@@ -375,6 +375,10 @@ fn start_agent(settings: &Settings, component: &Component, endpoint: &str) -> an
     let mut joined = vec![];
     if let Some(known) = &settings.joined {
         known.configure(&mut config, &mut joined);
+        if settings.containerd_endpoint.is_none() {
+            let template = containerd::network_template(settings);
+            joined.push(format!("--pod-network-template={}", template.display()));
+        }
     }
     if let Some(own) = own_fields(settings)? {
         json_patch::merge(&mut config, &own);
@@ -488,7 +492,9 @@ pub async fn down(
     let recorded = ranges::recorded(&settings.dirs.data)?;
     if let Some(ranges) = &recorded {
         settings.ranges = ranges.clone();
-    } else if let Some(pods) = containerd::pod_range(&settings) {
+    }
+    // The range of a joined node may have changed since.
+    if let Some(pods) = containerd::pod_range(&settings) {
         settings.ranges.pods = pods;
     }
     let settings = &settings;

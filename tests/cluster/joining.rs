@@ -45,6 +45,7 @@ fn a_second_machine_joins_with_a_token() {
     assert!(text(&output).contains("node second is Ready"), "{output:?}");
     the_second_node_runs_pods(&cluster, &machine);
     the_proxy_renews_its_certificate(&cluster, &machine);
+    the_network_follows_the_node(&cluster, &machine);
 
     // The token is not needed any more.
     cluster.holdfast(&["token", "delete", words[3]]);
@@ -85,6 +86,48 @@ fn the_second_node_runs_pods(cluster: &Cluster, machine: &Machine) {
         output.status.success()
     });
     cluster.kubectl(&["delete", "pod", "there"]);
+}
+
+/// The Node is deleted and created again, with another range: the network has it when the pod of the earlier range was deleted.
+fn the_network_follows_the_node(cluster: &Cluster, machine: &Machine) {
+    let on_second = serde_json::json!({"nodeName": "second", "terminationGracePeriodSeconds": 0});
+    support::pod(cluster, "earlier", &on_second);
+    let running = |name: &str| {
+        cluster.wait("a running pod on the second node", || {
+            cluster.pod(name)["status"]["phase"] == "Running"
+        });
+        cluster.pod(name)["status"]["podIP"]
+            .as_str()
+            .unwrap()
+            .to_owned()
+    };
+    assert!(running("earlier").starts_with("10.183.0."));
+    let file = machine.data().join("cni/net.d/10-holdfast.conflist");
+    let network = || std::fs::read_to_string(&file).unwrap();
+    let second = cluster.object("/api/v1/nodes/second");
+    let mut moved =
+        serde_json::json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "second"}});
+    moved["metadata"]["labels"] = second["metadata"]["labels"].clone();
+    moved["spec"] = serde_json::json!({"podCIDR": "10.183.7.0/24", "podCIDRs": ["10.183.7.0/24"]});
+    // The pod stays, although its Node is deleted for a moment: the agent still runs it.
+    cluster.kubectl(&["delete", "node", "second"]);
+    cluster.apply(&moved.to_string());
+    let message = "the event PodRangeNotApplied";
+    cluster.wait(message, || {
+        let events = cluster.kubectl(&["get", "events", "-A", "-o", "json"]);
+        events.contains("PodRangeNotApplied") && events.contains("10.183.7.0/24")
+    });
+    assert!(network().contains("10.183.0.0/24"), "{}", network());
+    cluster.kubectl(&["delete", "pod", "earlier", "--ignore-not-found"]);
+    cluster.wait("the network of the new range", || {
+        network().contains("10.183.7.0/24")
+    });
+    cluster.wait("the second node is ready", || {
+        support::condition(&cluster.object("/api/v1/nodes/second"), "Ready") == "True"
+    });
+    support::pod(cluster, "later", &on_second);
+    assert!(running("later").starts_with("10.183.7."));
+    cluster.kubectl(&["delete", "pod", "later"]);
 }
 
 /// A certificate of the proxy that expires soon, signed by the cluster.

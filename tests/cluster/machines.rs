@@ -189,18 +189,56 @@ fn a_policy_holds_across_nodes(
     }
 }
 
-/// The nodes of a service's ready endpoints.
-fn ready_endpoints(cluster: &Cluster, service: &str) -> Vec<String> {
+/// The endpoints in a service's slices.
+fn all_endpoints(cluster: &Cluster, service: &str) -> Vec<Value> {
     let path = format!(
         "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices?labelSelector=kubernetes.io/service-name={service}"
     );
     let slices = cluster.object(&path);
     let slices = slices["items"].as_array().unwrap().iter();
     let all = slices.flat_map(|s| s["endpoints"].as_array().cloned().unwrap_or_default());
+    all.collect()
+}
+
+/// The nodes of a service's ready endpoints.
+fn ready_endpoints(cluster: &Cluster, service: &str) -> Vec<String> {
+    let all = all_endpoints(cluster, service).into_iter();
     let ready = all.filter(|e| e["conditions"]["ready"] == true);
     ready
         .map(|e| e["nodeName"].as_str().unwrap().to_owned())
         .collect()
+}
+
+/// A deleted pod on a lost node stays until its agent confirms the end, and its endpoint with it: not ready, and not serving, because
+/// the node controller has set the pod to not ready. Both are removed with the Node, and the Endpoints object drops the address before.
+fn the_endpoints_of_a_lost_node_are_removed(cluster: &Cluster, lost: &str) {
+    let of_lost = || {
+        let mut all = all_endpoints(cluster, "web");
+        all.retain(|e| e["nodeName"] == lost);
+        all
+    };
+    let expected = json!({"ready": false, "serving": false, "terminating": true});
+    cluster.wait("a terminating endpoint that does not serve", || {
+        let left = of_lost();
+        left.len() == 1 && left[0]["conditions"] == expected
+    });
+    let object = cluster.object("/api/v1/namespaces/default/endpoints/web");
+    let subsets = object["subsets"].as_array().unwrap();
+    let addresses = |field: &str| {
+        let all = subsets
+            .iter()
+            .flat_map(|s| s[field].as_array().cloned().unwrap_or_default());
+        all.map(|a| a["nodeName"].as_str().unwrap().to_owned())
+            .collect::<Vec<_>>()
+    };
+    let (ready, unready) = (addresses("addresses"), addresses("notReadyAddresses"));
+    assert!(ready.len() == 3 && unready.is_empty(), "{object}");
+    assert!(!ready.contains(&lost.to_owned()), "{object}");
+    cluster.kubectl(&["delete", "node", lost]);
+    cluster.wait("no endpoint of the deleted node", || of_lost().is_empty());
+    cluster.wait("no pod of the deleted node", || {
+        cluster.pods().iter().all(|p| p["spec"]["nodeName"] != lost)
+    });
 }
 
 /// The last machine is cut off: its endpoints are not ready, and its pods run elsewhere.
@@ -221,6 +259,7 @@ fn a_lost_machine_loses_its_endpoints(machines: &Machines, clients: &[String; 3]
     });
     let nodes = texts(&machines.ready("app=web"), "/spec/nodeName");
     assert!(!nodes.contains(lost), "{nodes:?}");
+    the_endpoints_of_a_lost_node_are_removed(cluster, lost);
     // No request is sent to the lost endpoints: each of several gets a page.
     for client in &clients[..2] {
         machines.wait_page(client, service);

@@ -5,6 +5,7 @@
 //! | `runtime::poll` | polls the runtime's status |
 //! | `runtime::images` | lists the runtime's images |
 //! | `runtime::pod_addresses` | sets the runtime's pod CIDR |
+//! | `pod_network::run` | lets the CNI configuration of a joined node follow the Node's pod range |
 //! | `status::run` | registers the node (`registration`) and patches its status |
 //! | `lease::run` | renews the lease |
 //! | `own::run` | watches the Node object |
@@ -40,6 +41,7 @@ pub mod network;
 pub mod oom;
 pub(crate) mod own;
 mod own_cgroups;
+pub(crate) mod pod_network;
 pub mod pressure;
 pub(crate) mod registration;
 pub(crate) mod runtime;
@@ -110,6 +112,7 @@ pub(crate) fn swaps(machine: &Machine, config: &Config) -> bool {
 /// What the node's loops use.
 pub(crate) struct Parts {
     pub runtime: runtime::Parts,
+    pub pod_network: pod_network::Parts,
     pub status: status::Parts,
     pub lease: lease::Parts,
     pub own: own::Parts,
@@ -125,6 +128,7 @@ pub async fn run(parts: Parts, network: watch::Sender<Network>, table: watch::Re
         runtime::poll(&parts.runtime, &views, &network),
         runtime::images(&parts.runtime, &found),
         runtime::pod_addresses(&parts.runtime),
+        pod_network::run(&parts.pod_network),
         status::run(&parts.status, inputs, table),
         lease::run(&parts.lease),
         own::run(&parts.own),

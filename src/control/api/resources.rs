@@ -31,6 +31,8 @@ pub struct Resource {
     pub returns_deleted: bool,
     /// Selectable fields in addition to `metadata.name` and `metadata.namespace`.
     pub fields: &'static [&'static str],
+    /// The warning of every response about a deprecated kind; empty for others.
+    pub deprecation: &'static str,
 }
 
 /// A subresource.
@@ -104,6 +106,7 @@ const NONE: Resource = Resource {
     needs_version: false,
     returns_deleted: false,
     fields: &[],
+    deprecation: "",
 };
 
 /// All stored kinds, in discovery order.
@@ -121,6 +124,8 @@ pub static RESOURCES: &[Resource] = &[
         kind: "Endpoints",
         short: &["ep"],
         create_on_update: true,
+        // KEP-4974; the text is that of `WarningMessage` in `staging/src/k8s.io/apiserver/pkg/endpoints/deprecation`.
+        deprecation: "v1 Endpoints is deprecated in v1.33+; use discovery.k8s.io/v1 EndpointSlice",
         ..NONE
     },
     Resource {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use futures::StreamExt as _;
 use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::{Frame, Incoming};
-use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, USER_AGENT};
+use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, USER_AGENT, WARNING};
 
 use super::Answer;
 use super::Api;
@@ -52,6 +52,7 @@ pub async fn serve(api: Api, listeners: Listeners, tls: Tls) {
 
 async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyper::Response<Body> {
     let slot = request.extensions().get::<ConnectionSlot>().cloned();
+    let deprecation = deprecation(request.uri().path());
     let answered = async {
         if let Ok(Target::Objects {
             resource,
@@ -78,7 +79,29 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
         Ok(answer) => answer,
         Err(panicked) => Err(ApiError::internal(panicked)),
     };
-    answer.unwrap_or_else(|error: ApiError| encode(error.into(), slot.as_ref()))
+    let answer = answer.unwrap_or_else(|error: ApiError| encode(error.into(), slot.as_ref()));
+    warn(answer, deprecation)
+}
+
+/// The warning about the kind of a path; empty if the kind is not deprecated.
+fn deprecation(path: &str) -> &'static str {
+    match route::target(path) {
+        Ok(Target::Objects { resource, .. }) => resource.deprecation,
+        _ => "",
+    }
+}
+
+/// Adds a warning to a response, unless the request was rejected before its kind mattered, or the warning is empty. Watches have it,
+/// too (`registerResourceHandlers` in `staging/src/k8s.io/apiserver/pkg/endpoints/installer.go`).
+fn warn(mut response: hyper::Response<Body>, warning: &str) -> hyper::Response<Body> {
+    if !matches!(response.status().as_u16(), 401 | 403) {
+        for header in warnings::headers(&[warning.to_owned()]) {
+            if let Ok(value) = header.parse() {
+                response.headers_mut().append(WARNING, value);
+            }
+        }
+    }
+    response
 }
 
 /// 504: the API has not produced a response in time.
@@ -262,7 +285,7 @@ fn encode(answer: Answer, slot: Option<&ConnectionSlot>) -> hyper::Response<Body
                 response = response.header("Retry-After", "1");
             }
             for warning in warnings::headers(&warnings) {
-                response = response.header("Warning", warning);
+                response = response.header(WARNING, warning);
             }
             response.body(paced(body, slot, UNREAD_TIMEOUT))
         }

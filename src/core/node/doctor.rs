@@ -158,7 +158,7 @@ pub struct Facts {
     pub overlay: bool,
     /// Whether the kernel forwards IPv4 packets.
     pub forwards: bool,
-    /// Interfaces with a route through a gateway, with their reverse path filter: 0 off, 1 strict, 2 loose (RFC 3704).
+    /// Interfaces with an IPv4 default route, with their reverse path filter: 0 off, 1 strict, 2 loose (RFC 3704).
     pub uplinks: Vec<(String, u8)>,
     /// Whether bridged packets pass iptables; `None` if the kernel module is not loaded.
     pub bridge_filters: Option<bool>,

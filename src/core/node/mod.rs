@@ -23,6 +23,7 @@ pub mod memory;
 pub mod node_affinity;
 pub mod offline;
 pub mod oom;
+pub mod pod_network;
 pub mod pod_ranges;
 pub mod preempt;
 pub mod routes;

@@ -124,3 +124,33 @@ async fn refusals_below_the_api_have_a_status() {
     }
     insta::assert_snapshot!("refusals", all);
 }
+
+#[test]
+fn responses_about_endpoints_warn_of_their_deprecation() {
+    let of = |path: &str, code: u16| {
+        let response = hyper::Response::builder().status(code);
+        let response = response.body(holdfast_https::full("")).expect("a response");
+        let response = warn(response, deprecation(path));
+        let values = response.headers().get_all("warning").iter();
+        let texts = values.map(|v| v.to_str().expect("text").to_owned());
+        texts.collect::<Vec<_>>()
+    };
+    let text =
+        "299 - \"v1 Endpoints is deprecated in v1.33+; use discovery.k8s.io/v1 EndpointSlice\"";
+    for path in [
+        "/api/v1/endpoints",
+        "/api/v1/namespaces/n/endpoints",
+        "/api/v1/namespaces/n/endpoints/e",
+    ] {
+        assert_eq!(of(path, 200), [text], "{path}");
+        assert_eq!(of(path, 404), [text], "{path}");
+        assert!(of(path, 403).is_empty(), "{path}");
+    }
+    for path in [
+        "/api/v1/services",
+        "/apis/discovery.k8s.io/v1/endpointslices",
+        "/version",
+    ] {
+        assert!(of(path, 200).is_empty(), "{path}");
+    }
+}

@@ -191,11 +191,16 @@ pub(super) enum Preference {
     Node,
 }
 
-pub(super) fn preference(service: &Service) -> Preference {
+/// Whether a service requests hints in proportion to processors.
+pub(super) fn is_auto(service: &Service) -> bool {
     let annotated = TOPOLOGY_MODE
         .iter()
         .find_map(|key| service.annotations().get(*key));
-    if annotated.is_some_and(|mode| mode == "Auto" || mode == "auto") {
+    annotated.is_some_and(|mode| mode == "Auto" || mode == "auto")
+}
+
+pub(super) fn preference(service: &Service) -> Preference {
+    if is_auto(service) {
         return Preference::None;
     }
     let spec = service.spec.as_ref();

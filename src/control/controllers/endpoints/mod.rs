@@ -9,6 +9,7 @@ mod desired;
 mod legacy;
 mod mirror;
 mod slices;
+mod topology;
 mod trigger;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,10 +22,11 @@ use kube::{Client, ResourceExt as _};
 
 use super::runtime::{Expectations, Keys, Next, unseen};
 use super::{Caches, event, is_stale};
-use desired::{has_endpoint, is_ready, matches, selector};
+use desired::{has_endpoint, is_auto, is_ready, matches, selector};
 use holdfast_kubeapi::Api;
 use holdfast_kubeapi::cache::{Key, key};
 use slices::{Changes, MANAGED_BY, SERVICE_NAME};
+use topology::Capacities;
 use trigger::Triggers;
 
 /// Number of services reconciled concurrently. Concurrent writes share a sync of the store.
@@ -47,6 +49,8 @@ enum Work {
     Pods(String, BTreeMap<String, String>),
     /// The services of the pods on this node.
     Node(String),
+    /// The services with hints in proportion to the processors of zones.
+    Topology,
 }
 
 /// The values of the index of services: the first requirement of the selector.
@@ -197,6 +201,12 @@ fn work_of_node(before: Option<&Node>, after: Option<&Node>) -> Option<Work> {
     Some(Work::Node(node.name_any()))
 }
 
+/// The work that a change of a node's part in the processors of its zone requires.
+fn work_of_capacity(before: Option<&Node>, after: Option<&Node>) -> Option<Work> {
+    let is_changed = before.and_then(topology::observed) != after.and_then(topology::observed);
+    is_changed.then_some(Work::Topology)
+}
+
 /// What the workers share.
 struct Controller {
     client: Client,
@@ -225,6 +235,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
     keys.watch(&caches.services, work_of_service);
     keys.watch(&caches.pods, work_of_pod);
     keys.watch(&caches.nodes, work_of_node);
+    keys.watch(&caches.nodes, work_of_capacity);
     keys.watch(&caches.slices, work_of_slice);
     keys.watch(&caches.endpoints, work_of_endpoints);
     keys.work(WORKERS, |work| controller.turn(work)).await;
@@ -239,6 +250,13 @@ impl Controller {
             Work::Deleted(service) => self.delete_endpoints(&service).await,
             Work::Pods(namespace, labels) => {
                 self.queue_services(&namespace, &labels);
+                Next::Done
+            }
+            Work::Topology => {
+                let services = self.caches.services.list();
+                for service in services.iter().filter(|s| is_auto(s)) {
+                    self.keys.add(Work::Slices(key(&**service)));
+                }
                 Next::Done
             }
             Work::Node(node) => {
@@ -304,7 +322,10 @@ impl Controller {
             let node = self.caches.nodes.get("", node)?;
             Some(node.labels().get(ZONE).cloned())
         };
-        let changes = slices::plan(&found, &pods, &existing, zone_of, trigger);
+        let nodes = is_auto(&found).then(|| self.caches.nodes.list());
+        let capacities = nodes.and_then(|nodes| Capacities::of(nodes.iter().map(|n| &**n)));
+        let capacities = capacities.as_ref();
+        let changes = slices::plan(&found, &pods, &existing, zone_of, capacities, trigger);
         let Err(error) = self.write(service, changes, &self.slices).await else {
             return Next::Done;
         };
@@ -518,6 +539,7 @@ mod tests {
                 format!("pods {}", labels.values().cloned().collect::<String>())
             }
             Work::Node(name) => format!("node {name}"),
+            Work::Topology => "topology".to_owned(),
         };
         let all: Vec<String> = work.into_iter().map(one).collect();
         all.join(", ")
@@ -604,6 +626,17 @@ mod tests {
             shown(work_of_node(Some(&node("a")), Some(&node("b")))),
             "node n1"
         );
+        let with = |processors: &str, heartbeat: &str| -> Node {
+            let ready = json!({"type": "Ready", "status": "True", "lastHeartbeatTime": heartbeat});
+            parsed(
+                json!({"metadata": {"name": "n1"}, "status": {"allocatable": {"cpu": processors}, "conditions": [ready]}}),
+            )
+        };
+        let (early, late) = ("2026-01-01T00:00:00Z", "2026-01-01T00:00:10Z");
+        let of = |after: Node| shown(work_of_capacity(Some(&with("1", early)), Some(&after)));
+        assert_eq!(of(with("1", late)), "");
+        assert_eq!(of(with("2", early)), "topology");
+        assert_eq!(of(node("a")), "topology", "it is not ready");
     }
 
     #[test]

@@ -13,6 +13,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::ResourceExt as _;
 
 use super::desired::{self, PortKey, endpoint, endpoint_ports, families, ports_key};
+use super::topology::{self, Capacities};
 use crate::controllers::owned::owner;
 
 /// The label with the name of a slice's service.
@@ -99,13 +100,14 @@ fn is_owned(slice: &EndpointSlice, service: &Service) -> bool {
 }
 
 /// Decides the writes for a service. `pods` are the pods that match its selector. `zone_of` returns the zone of a node that
-/// exists. A pod on a missing node has no endpoint, unless the service publishes unready addresses. `trigger` is the value of
-/// [`TRIGGER_TIME`].
+/// exists. A pod on a missing node has no endpoint, unless the service publishes unready addresses. `capacities` are those of the
+/// zones if the service requests hints in proportion to them. `trigger` is the value of [`TRIGGER_TIME`].
 pub(super) fn plan(
     service: &Service,
     pods: &[Arc<Pod>],
     existing: &[Arc<EndpointSlice>],
     zone_of: impl Fn(&str) -> Option<Option<String>>,
+    capacities: Option<&Capacities>,
     trigger: Option<jiff::Timestamp>,
 ) -> Changes {
     let mut changes = Changes::default();
@@ -135,6 +137,10 @@ pub(super) fn plan(
             group.ports = ports;
             let endpoint = endpoint(service, pod, zone.as_deref(), family);
             group.endpoints.extend(endpoint);
+        }
+        if let Some(capacities) = capacities {
+            let all = groups.values_mut().flat_map(|g| &mut g.endpoints);
+            topology::set_hints(all.collect(), capacities);
         }
         let existing = existing.iter().filter(|s| s.address_type == family);
         of_family(service, family, groups, existing, &mut changes);

@@ -58,7 +58,7 @@ impl Api {
 
     /// Reconciles once. Returns how many slices were created, updated and deleted.
     fn reconcile(&mut self, service: &Service, pods: &[Arc<Pod>]) -> (usize, usize, usize) {
-        let changes = plan(service, pods, &self.existing(), zone_of, None);
+        let changes = plan(service, pods, &self.existing(), zone_of, None, None);
         let counts = (
             changes.create.len(),
             changes.update.len(),
@@ -244,13 +244,43 @@ fn pods_on_missing_nodes_are_published_only_on_request() {
 #[test]
 fn the_trigger_time_is_set_and_removed() {
     let time: jiff::Timestamp = "2026-01-01T00:00:00Z".parse().expect("a time");
-    let changes = plan(&plain(), &[pod(0)], &[], zone_of, Some(time));
+    let changes = plan(&plain(), &[pod(0)], &[], zone_of, None, Some(time));
     let mut slice = changes.create[0].clone();
     assert_eq!(slice.annotations()[TRIGGER_TIME], "2026-01-01T00:00:00Z");
     slice.metadata.name = Some("x".into());
     let existing = [Arc::new(slice)];
-    let changes = plan(&plain(), &[pod(1)], &existing, zone_of, None);
+    let changes = plan(&plain(), &[pod(1)], &existing, zone_of, None, None);
     assert_eq!(changes.update[0].annotations().get(TRIGGER_TIME), None);
+}
+
+#[test]
+fn hints_follow_the_capacities_of_zones() {
+    let node = |zone: &str| {
+        parsed(
+            json!({"metadata": {"name": zone, "labels": {"topology.kubernetes.io/zone": zone}},
+            "status": {"allocatable": {"cpu": "1"}, "conditions": [{"type": "Ready", "status": "True"}]}}),
+        )
+    };
+    let nodes = [node("z1"), node("z2")];
+    let capacities = Capacities::of(nodes.iter()).expect("two zones");
+    let pods = [pod(0), pod(1)];
+    let hints = |slice: &EndpointSlice| {
+        let hints = endpoints(slice).iter().map(|e| e.hints.clone());
+        let zones = hints.map(|h| h?.for_zones.map(|zones| zones[0].name.clone()));
+        let mut zones: Vec<Option<String>> = zones.collect();
+        zones.sort();
+        zones
+    };
+    let changes = plan(&plain(), &pods, &[], zone_of, Some(&capacities), None);
+    let mut slice = changes.create[0].clone();
+    assert_eq!(hints(&slice), [Some("z1".into()), Some("z2".into())]);
+    slice.metadata.name = Some("x".into());
+    let existing = [Arc::new(slice)];
+    let again = plan(&plain(), &pods, &existing, zone_of, Some(&capacities), None);
+    assert!(again.update.is_empty(), "{again:?}");
+    // A zone has lost its nodes.
+    let changes = plan(&plain(), &pods, &existing, zone_of, None, None);
+    assert_eq!(hints(&changes.update[0]), [None, None]);
 }
 
 proptest! {
