@@ -144,11 +144,15 @@ impl Caches {
         });
     }
 
-    /// Waits for the first complete lists.
+    /// Waits for the first complete lists of what the rules need.
     pub(crate) async fn synced(&self) {
         self.services.synced().await;
         self.slices.synced().await;
         self.node.synced().await;
+    }
+
+    /// Waits for the first complete list of namespaces, if DNS needs them.
+    pub(crate) async fn namespaces_synced(&self) {
         if let Some(namespaces) = &self.namespaces {
             namespaces.synced().await;
         }

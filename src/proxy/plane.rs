@@ -121,6 +121,8 @@ struct Pending {
     /// Whether the first complete lists have arrived. Before, nothing is taken: rules of half a list would break
     /// connections to the other half.
     synced: bool,
+    /// Whether the first complete list of namespaces has arrived, which only DNS needs.
+    has_namespaces: bool,
     stopped: bool,
 }
 
@@ -144,6 +146,7 @@ struct Taken {
     services: BTreeSet<Key>,
     namespaces: BTreeSet<String>,
     node: bool,
+    has_namespaces: bool,
     triggers: Vec<Timestamp>,
 }
 
@@ -178,9 +181,14 @@ impl Inbox {
         self.change(|pending| pending.node = true);
     }
 
-    /// The first complete lists have arrived.
+    /// The first complete lists of services, slices and the Node have arrived.
     pub(crate) fn set_synced(&self) {
         self.change(|pending| pending.synced = true);
+    }
+
+    /// The first complete list of namespaces has arrived. Services do not wait for it.
+    pub(crate) fn set_has_namespaces(&self) {
+        self.change(|pending| pending.has_namespaces = true);
     }
 
     /// Ends the thread after its current work.
@@ -226,6 +234,7 @@ impl Inbox {
                         services: std::mem::take(&mut pending.services),
                         namespaces: std::mem::take(&mut pending.namespaces),
                         node: std::mem::take(&mut pending.node),
+                        has_namespaces: std::mem::take(&mut pending.has_namespaces),
                         triggers: std::mem::take(&mut pending.triggers),
                     });
                 }
@@ -304,7 +313,8 @@ pub(crate) fn work(
                 triggers.append(&mut taken.triggers);
                 apply(plane, records, objects, &taken, is_first);
                 log_problems(plane, &taken.services, &mut problems);
-                if std::mem::take(&mut is_first) {
+                is_first = false;
+                if taken.has_namespaces {
                     records.iter().for_each(|records| records.set_synced());
                 }
                 before_commit();

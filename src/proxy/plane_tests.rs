@@ -202,6 +202,9 @@ fn nothing_is_committed_before_the_lists_are_complete() {
     assert!(early.is_err(), "{early:?}");
     assert_eq!(run.inbox.len(), 2);
     assert!(run.inbox.oldest().is_some());
+    run.inbox.set_has_namespaces();
+    let early = run.reports.recv_timeout(Duration::from_millis(100));
+    assert!(early.is_err(), "{early:?}");
     run.inbox.set_synced();
     assert!(matches!(run.report(), Report::Committed { .. }));
     assert_eq!(run.inbox.oldest(), None);
@@ -220,6 +223,23 @@ fn nothing_is_committed_before_the_lists_are_complete() {
     assert!(matches!(run.report(), Report::Committed { .. }));
     assert_eq!(*lock(&run.committed), [(name("b"), 0)].into());
     assert_eq!(lock(&run.zone.services).last(), Some(&(name("a"), false)));
+}
+
+// On a real apiserver, `system:node-proxier` does not grant namespaces: that must not keep the rules from the kernel.
+#[test]
+fn services_do_not_wait_for_namespaces_and_names_do() {
+    let run = Run::start(Duration::ZERO, PACE);
+    run.change("a", Some(1));
+    run.inbox.set_synced();
+    assert!(matches!(run.report(), Report::Committed { .. }));
+    assert_eq!(*lock(&run.committed), [(name("a"), 1)].into());
+    assert_eq!(*lock(&run.zone.synced_after), None);
+    run.inbox.namespace_changed("default".into());
+    run.inbox.set_has_namespaces();
+    while lock(&run.zone.synced_after).is_none() {
+        assert!(matches!(run.report(), Report::Committed { .. }));
+    }
+    assert_eq!(*lock(&run.zone.namespaces), ["default"]);
 }
 
 #[test]

@@ -288,7 +288,9 @@ impl Main {
         let mut node = self.caches.node_changes();
         let lists = self.caches.clone();
         let mut synced = Box::pin(async move { lists.synced().await });
-        let (mut is_synced, mut is_ready) = (false, false);
+        let lists = self.caches.clone();
+        let mut named = Box::pin(async move { lists.namespaces_synced().await });
+        let (mut is_synced, mut is_named, mut is_ready) = (false, false, false);
         loop {
             tokio::select! {
                 biased;
@@ -306,6 +308,10 @@ impl Main {
                 () = &mut synced, if !is_synced => {
                     is_synced = true;
                     inbox.set_synced();
+                }
+                () = &mut named, if !is_named => {
+                    is_named = true;
+                    inbox.set_has_namespaces();
                 }
                 changed = node.changed() => {
                     if changed.is_err() {
