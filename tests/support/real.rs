@@ -135,10 +135,10 @@ fn node_kubeconfig(cluster: &Cluster, admin: &Path, own: &Path) -> String {
     for (kind, value) in who {
         params.distinguished_name.push(kind, value);
     }
-    let asked = params.serialize_request(&key).unwrap().pem().unwrap();
+    let csr = params.serialize_request(&key).unwrap().pem().unwrap();
     let name = cluster.name();
     let request = json!({"apiVersion": "certificates.k8s.io/v1", "kind": "CertificateSigningRequest", "metadata": {"name": name},
-        "spec": {"signerName": "kubernetes.io/kube-apiserver-client-kubelet", "request": encode(&asked), "usages": ["digital signature", "client auth"]}});
+        "spec": {"signerName": "kubernetes.io/kube-apiserver-client-kubelet", "request": encode(&csr), "usages": ["digital signature", "client auth"]}});
     apply(admin, &request);
     kubectl(admin, &["certificate", "approve", name]);
     let signed = || {

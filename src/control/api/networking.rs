@@ -201,6 +201,30 @@ fn parent(address: &Value) -> String {
     shown
 }
 
+/// The cells of a class.
+fn class(class: &Value, age: &str) -> Vec<Value> {
+    let name = super::object::name(class);
+    let suffix = if is_default_class(class) {
+        " (default)"
+    } else {
+        ""
+    };
+    let parameters = at(class, &["spec", "parameters"]).filter(|p| p.is_object());
+    let parameters = parameters.map(|parameters| {
+        let of = |key| text(parameters, &[key]).unwrap_or_default();
+        let group = text(parameters, &["apiGroup"]);
+        let group = group.map(|group| format!(".{group}")).unwrap_or_default();
+        format!("{}{group}/{}", of("kind"), of("name"))
+    });
+    let controller = text(class, &["spec", "controller"]).unwrap_or_default();
+    vec![
+        format!("{name}{suffix}").into(),
+        controller.into(),
+        parameters.unwrap_or_else(|| "<none>".into()).into(),
+        age.into(),
+    ]
+}
+
 /// The cells of a table row.
 pub(super) fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
     let name = super::object::name(object);
@@ -218,28 +242,7 @@ pub(super) fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
                 age.into(),
             ]
         }
-        "IngressClass" => {
-            let suffix = if is_default_class(object) {
-                " (default)"
-            } else {
-                ""
-            };
-            let parameters = at(object, &["spec", "parameters"]).filter(|p| p.is_object());
-            let parameters = parameters.map(|parameters| {
-                let of = |key| text(parameters, &[key]).unwrap_or_default();
-                let group = text(parameters, &["apiGroup"]);
-                let group = group.map(|group| format!(".{group}")).unwrap_or_default();
-                format!("{}{group}/{}", of("kind"), of("name"))
-            });
-            vec![
-                format!("{name}{suffix}").into(),
-                text(object, &["spec", "controller"])
-                    .unwrap_or_default()
-                    .into(),
-                parameters.unwrap_or_else(|| "<none>".into()).into(),
-                age.into(),
-            ]
-        }
+        "IngressClass" => class(object, age),
         "ServiceCIDR" => {
             let cidrs = list(object, &["spec", "cidrs"]).iter();
             let cidrs: Vec<&str> = cidrs.filter_map(Value::as_str).collect();

@@ -230,7 +230,7 @@ mod tests {
         }
     }
 
-    /// The cases of `TestSetNodes` of upstream.
+    /// The rules of `SetNodes` of upstream.
     #[test]
     fn all_ready_nodes_must_have_a_zone_and_processors() {
         assert!(capacities(&[]).is_none());

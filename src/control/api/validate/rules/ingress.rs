@@ -432,29 +432,6 @@ pub(crate) fn ip_name(name: &str, errors: &mut Errors) {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_name_of_an_address_is_canonical() {
-        for (name, is_valid) in [
-            ("10.0.0.1", true),
-            ("fd00::1", true),
-            ("010.0.0.1", false),
-            ("fd00:0::1", false),
-            ("FD00::1", false),
-            ("::ffff:10.0.0.1", false),
-            ("10.0.0.0/24", false),
-            ("web", false),
-        ] {
-            let mut errors = vec![];
-            ip_name(name, &mut errors);
-            assert_eq!(errors.is_empty(), is_valid, "{name} {errors:?}");
-        }
-    }
-}
-
-#[cfg(test)]
 pub(crate) fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
     use serde_json::json;
     let service = json!({"service": {"name": "web", "port": {"number": 80}}});
@@ -490,4 +467,27 @@ pub(crate) fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
             json!({"spec": {"parentRef": {"group": "a.example", "resource": "as", "namespace": "b", "name": "c"}}}),
         ),
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_of_an_address_is_canonical() {
+        for (name, is_valid) in [
+            ("10.0.0.1", true),
+            ("fd00::1", true),
+            ("010.0.0.1", false),
+            ("fd00:0::1", false),
+            ("FD00::1", false),
+            ("::ffff:10.0.0.1", false),
+            ("10.0.0.0/24", false),
+            ("web", false),
+        ] {
+            let mut errors = vec![];
+            ip_name(name, &mut errors);
+            assert_eq!(errors.is_empty(), is_valid, "{name} {errors:?}");
+        }
+    }
 }
