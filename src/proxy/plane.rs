@@ -326,9 +326,8 @@ pub(crate) fn work(
                         report(Report::Failed(why))
                     }
                     Ok(flows_left) => {
-                        let (now, pause) =
-                            (Instant::now(), pause_after(took, pace.min_sync_period));
-                        times.written(now, pause);
+                        let now = Instant::now();
+                        times.written(now, pause_after(took, pace.min_sync_period));
                         if flows_left.is_some() {
                             times.audit_early(now);
                         }
