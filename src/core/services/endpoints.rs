@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use k8s_openapi::api::discovery::v1::{Endpoint, EndpointHints, EndpointPort, EndpointSlice};
 
-use super::facts::{PortFacts, Problems, is_special};
+use super::facts::{LABEL_HEADLESS, PortFacts, Problems, is_special};
 use super::rules::Target;
 use crate::network::{Family, Protocol};
 
@@ -113,13 +113,19 @@ fn slice_port(port: &EndpointPort, problems: &mut Problems) -> Option<SlicePort>
 }
 
 impl Slices {
-    /// Parses slices. Slices of other address types, such as FQDN, are ignored.
+    /// Parses slices. Slices of other address types, such as FQDN, and slices with the label of headless services are ignored:
+    /// kube-proxy's informers exclude the latter (`cmd/kube-proxy/app/server.go`), while DNS answers with their addresses.
     pub(super) fn parse(
         slices: &[Arc<EndpointSlice>],
         names: &mut Names,
         problems: &mut Problems,
     ) -> Slices {
-        let mut sorted: Vec<&EndpointSlice> = slices.iter().map(Arc::as_ref).collect();
+        let is_headless = |slice: &EndpointSlice| {
+            let labels = slice.metadata.labels.as_ref();
+            labels.is_some_and(|labels| labels.contains_key(LABEL_HEADLESS))
+        };
+        let slices = slices.iter().map(Arc::as_ref);
+        let mut sorted: Vec<&EndpointSlice> = slices.filter(|slice| !is_headless(slice)).collect();
         sorted.sort_by(|one, other| one.metadata.name.cmp(&other.metadata.name));
         let mut all = vec![];
         for slice in sorted {

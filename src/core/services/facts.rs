@@ -17,8 +17,8 @@ const MAX_PROBLEMS: usize = 10;
 const DEFAULT_AFFINITY_SECONDS: u32 = 10_800;
 /// The label of a Service that another implementation serves (`apis.LabelServiceProxyName` of kube-proxy).
 const LABEL_PROXY_NAME: &str = "service.kubernetes.io/service-proxy-name";
-/// The label of a headless Service, which kube-proxy's informers exclude.
-const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
+/// The label of a headless Service and of its slices, which kube-proxy's informers exclude.
+pub(super) const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
 
 /// Why values of a service were skipped; sentences for the author of the service, and how many more there are.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

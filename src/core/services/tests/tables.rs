@@ -111,6 +111,24 @@ fn services_of_other_proxies_are_ignored() {
     }
 }
 
+#[test]
+fn slices_of_headless_services_are_ignored() {
+    let service = service("web", json!({}));
+    let mut slices = vec![
+        slice("web-1", json!([endpoint("10.244.0.5", "here")])),
+        slice("web-2", json!([endpoint("10.244.1.5", "there")])),
+    ];
+    let plain = slices.clone();
+    for marked in 0..2 {
+        let before = table_of(&service, &slices);
+        let labels = [("service.kubernetes.io/headless".to_owned(), String::new())];
+        Arc::make_mut(&mut slices[marked]).metadata.labels = Some(labels.into());
+        let after = table_of(&service, &slices);
+        assert_eq!(after, table_of(&service, &plain[marked + 1..]));
+        assert_ne!(after, before, "the endpoints of slice {marked} are removed");
+    }
+}
+
 /// What, the spec, the endpoints, and the expected rules of each chain.
 const CHAINS: &str = r#"
     Cluster | {"type": "NodePort", HTTP} | both | external: masquerade, goto service; service: translate 10.244.0.5:8080 10.244.1.5:8080
