@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -356,7 +356,13 @@ pub fn move_processes(from: &str, to: &str) -> io::Result<usize> {
     failed.map_or(Ok(moved), Err)
 }
 
+/// How long killed processes may take to exit. On a busy machine, freeing the memory of one takes a second.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// Removes a cgroup and its descendants, and kills processes in them.
+///
+/// # Errors
+/// When a process is still in a cgroup 10 seconds after it was killed.
 pub fn remove(path: &str) -> io::Result<()> {
     for dir in places(path) {
         remove_tree(&dir)?;
@@ -376,10 +382,17 @@ fn remove_tree(dir: &Path) -> io::Result<()> {
     {
         remove_tree(&entry.path())?;
     }
-    for _ in 0..20 {
+    let deadline = Instant::now() + EXIT_TIMEOUT;
+    loop {
         match fs::remove_dir(dir) {
             Ok(()) => return Ok(()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(error) if Instant::now() >= deadline => {
+                return Err(io::Error::new(
+                    error.kind(),
+                    format!("the cgroup {} cannot be removed: {error}", dir.display()),
+                ));
+            }
             Err(_) => {}
         }
         let processes = fs::read_to_string(dir.join("cgroup.procs")).unwrap_or_default();
@@ -389,12 +402,6 @@ fn remove_tree(dir: &Path) -> io::Result<()> {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    fs::remove_dir(dir).map_err(|e| {
-        io::Error::new(
-            e.kind(),
-            format!("the cgroup {} cannot be removed: {e}", dir.display()),
-        )
-    })
 }
 
 /// Whether the cgroup exists.
