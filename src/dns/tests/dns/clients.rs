@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use hickory_proto::op::{Edns, Message, MessageType, OpCode, Query};
@@ -25,15 +26,19 @@ pub struct Server {
     running: JoinHandle<Result<(), ServeError>>,
 }
 
-/// A port that is free for UDP and TCP.
+/// An address of this machine that nothing else uses, with port 0: a port that is free for UDP is also free for TCP, and
+/// remains so.
+pub fn own_address() -> SocketAddr {
+    static GIVEN: AtomicU8 = AtomicU8::new(1);
+    let last = GIVEN.fetch_add(1, Ordering::Relaxed);
+    assert!(last < 255, "no address is left");
+    let process = std::process::id().to_be_bytes();
+    SocketAddr::from(([127, 128 | process[2], process[3], last], 0))
+}
+
 fn free_port() -> SocketAddr {
-    loop {
-        let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = tcp.local_addr().unwrap();
-        if std::net::UdpSocket::bind(address).is_ok() {
-            return address;
-        }
-    }
+    let socket = std::net::UdpSocket::bind(own_address()).unwrap();
+    socket.local_addr().unwrap()
 }
 
 /// A service, an external name, and a headless service with 200 endpoints.

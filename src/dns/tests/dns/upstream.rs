@@ -11,6 +11,8 @@ use hickory_proto::rr::{RData, Record};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, UdpSocket};
 
+use super::clients::own_address;
+
 /// What the upstream does with its `n`th datagram (from 0): each reply after a delay.
 pub type Behaviour = dyn Fn(&Message, usize) -> Vec<(Duration, Message)> + Send + Sync;
 
@@ -21,9 +23,9 @@ pub struct Upstream {
 }
 
 impl Upstream {
-    /// Starts on a free port. Over TCP, every question gets the whole reply at once.
+    /// Starts at an address of its own. Over TCP, every question gets the whole reply at once.
     pub async fn start(behaviour: Box<Behaviour>) -> Upstream {
-        let socket = Arc::new(UdpSocket::bind("127.0.0.1:0").await.unwrap());
+        let socket = Arc::new(UdpSocket::bind(own_address()).await.unwrap());
         let address = socket.local_addr().unwrap();
         let listener = TcpListener::bind(address).await.unwrap();
         let datagrams = Arc::new(AtomicUsize::new(0));
