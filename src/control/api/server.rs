@@ -52,14 +52,15 @@ pub async fn serve(api: Api, listeners: Listeners, tls: Tls) {
 
 async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyper::Response<Body> {
     let slot = request.extensions().get::<ConnectionSlot>().cloned();
-    let deprecation = deprecation(request.uri().path());
+    let target = route::target(request.uri().path());
+    let deprecation = deprecation(&target);
     let answered = async {
         if let Ok(Target::Objects {
             resource,
             namespace,
             name: Some(name),
             sub: Some(sub),
-        }) = route::target(request.uri().path())
+        }) = target
             && matches!(
                 sub,
                 Sub::Log | Sub::Exec | Sub::Attach | Sub::PortForward | Sub::Proxy
@@ -83,9 +84,9 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
     warn(answer, deprecation)
 }
 
-/// The warning about the kind of a path; empty if the kind is not deprecated.
-fn deprecation(path: &str) -> &'static str {
-    match route::target(path) {
+/// The warning about a target's kind; empty if the kind is not deprecated.
+fn deprecation(target: &Result<Target, ApiError>) -> &'static str {
+    match target {
         Ok(Target::Objects { resource, .. }) => resource.deprecation,
         _ => "",
     }

@@ -130,7 +130,7 @@ fn responses_about_endpoints_warn_of_their_deprecation() {
     let of = |path: &str, code: u16| {
         let response = hyper::Response::builder().status(code);
         let response = response.body(holdfast_https::full("")).expect("a response");
-        let response = warn(response, deprecation(path));
+        let response = warn(response, deprecation(&route::target(path)));
         let values = response.headers().get_all("warning").iter();
         let texts = values.map(|v| v.to_str().expect("text").to_owned());
         texts.collect::<Vec<_>>()

@@ -10,13 +10,12 @@ use super::{
     IPV4, IPV6, cluster_ip, family_of, has_address, has_node_ports, is, is_external, is_headless,
     needs_health_check, node_port, protocol, words,
 };
-use crate::api::error::FieldError;
+use crate::api::error::{CIDR, FieldError, IP};
 use crate::api::labels::is_label;
 use crate::api::object::{at, list, text};
 
 type Errors = Vec<FieldError>;
 
-const IP: &str = "must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)";
 const ONLY_BALANCED: &str = "may only be used when `type` is 'LoadBalancer'";
 const UNCHANGED: &str = "may not change once set";
 const SOURCE_RANGES: &str = "service.beta.kubernetes.io/load-balancer-source-ranges";
@@ -54,8 +53,7 @@ fn annotations(service: &Value, errors: &mut Errors) {
             .map(str::trim)
             .filter(|r| r.parse::<ipnet::IpNet>().is_err())
         {
-            let why = "must be a valid CIDR value, (e.g. 10.9.8.0/24 or 2001:db8::/64)";
-            errors.push(FieldError::invalid(field.as_str(), &range.into(), why));
+            errors.push(FieldError::invalid(field.as_str(), &range.into(), CIDR));
         }
     }
 }

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use serde_json::Value;
 
 use super::Errors;
-use crate::api::error::FieldError;
+use crate::api::error::{FieldError, IP};
 use crate::api::object::{self, at, list, text};
 use crate::api::resources::Resource;
 use crate::api::services;
@@ -142,7 +142,7 @@ fn addresses(old: &Value, new: &Value, [one, all]: [&str; 2], errors: &mut Error
             Err(_) => errors.push(FieldError::invalid(
                 format!("status.{all}[{i}].ip"),
                 &(*ip).into(),
-                "must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)",
+                IP,
             )),
         }
     }

@@ -7,14 +7,13 @@ use serde_json::Value;
 
 use super::super::{Errors, LABEL, SEGMENT, SUBDOMAIN, is_label, is_segment, is_subdomain};
 use super::Rule::{Check, Required, Text};
-use super::syntax::{ABSOLUTE, IP, PORT, is_ip, port_name_problem};
+use super::syntax::{ABSOLUTE, PORT, is_ip, port_name_problem};
 use super::{Row, row, table};
-use crate::api::error::FieldError;
+use crate::api::error::{CIDR, FieldError, IP};
 use crate::api::networking::CLASS_ANNOTATION;
 use crate::api::object::{list, text};
 
 const WILDCARD: &str = "a wildcard DNS-1123 subdomain must start with '*.', followed by a valid DNS subdomain, which must consist of lower case alphanumeric characters, '-' or '.' and end with an alphanumeric character (e.g. '*.example.com', regex used for validation is '\\*\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*')";
-const CIDR: &str = "must be a valid CIDR value, (e.g. 10.9.8.0/24 or 2001:db8::/64)";
 const HTTP_PATH: &str =
     "Invalid path (regex used for validation is '[A-Za-z0-9/\\-._~%!$&'()*+,;=:]+')";
 /// Maximum number of bytes of the name of a class's controller.

@@ -9,9 +9,9 @@ use serde_json::Value;
 use super::super::{Errors, LABEL, QUALIFIED, SUBDOMAIN, is_label, is_qualified, is_subdomain};
 use super::Rule::{Check, Most, OneOf, Required, Text};
 use super::scheduling::label_selector;
-use super::syntax::{IP, PORT, PROTOCOLS, port, unique_as};
+use super::syntax::{PORT, PROTOCOLS, port, unique_as};
 use super::{Row, row};
-use crate::api::error::FieldError;
+use crate::api::error::{CIDR, FieldError, IP};
 use crate::api::object::{list, text};
 
 pub(super) const POLICY: &[Row] = &[
@@ -222,8 +222,7 @@ fn peer(value: &Value, path: &str, errors: &mut Errors) {
 fn range(value: &Value, path: &str, errors: &mut Errors) -> Option<IpNet> {
     let parsed = value.as_str().and_then(|text| text.parse::<IpNet>().ok());
     if parsed.is_none() {
-        let why = "must be a valid CIDR value, (e.g. 10.9.8.0/24 or 2001:db8::/64)";
-        errors.push(FieldError::invalid(path, value, why));
+        errors.push(FieldError::invalid(path, value, CIDR));
     }
     parsed
 }

@@ -16,7 +16,7 @@ use super::syntax::{
 };
 use super::volume::HOST_PATHS;
 use super::{Row, ingress, resources, row, scheduling, table};
-use crate::api::error::FieldError;
+use crate::api::error::{CIDR, FieldError};
 use crate::api::object::{list, text};
 use holdfast_core::quantity::Quantity;
 
@@ -422,8 +422,7 @@ fn range(text: &str) -> Option<IpAddr> {
 
 fn cidr(value: &Value, path: &str, errors: &mut Errors) {
     if value.as_str().and_then(|text| range(text.trim())).is_none() {
-        let why = "must be a valid CIDR value, (e.g. 10.9.8.0/24 or 2001:db8::/64)";
-        errors.push(FieldError::invalid(path, value, why));
+        errors.push(FieldError::invalid(path, value, CIDR));
     }
 }
 

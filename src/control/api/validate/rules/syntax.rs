@@ -5,14 +5,13 @@ use std::collections::HashSet;
 use serde_json::Value;
 
 use super::super::{Errors, QUALIFIED, SUBDOMAIN, is_qualified, is_subdomain};
-use crate::api::error::FieldError;
+use crate::api::error::{FieldError, IP};
 use crate::api::object::text;
 
 pub const PORT: &str = "must be between 1 and 65535, inclusive";
 pub const ID: &str = "must be between 0 and 2147483647, inclusive";
 pub const MODE: &str = "must be a number between 0 and 0777 (octal), both inclusive";
 pub(crate) const POSITIVE: &str = "must be greater than 0";
-pub const IP: &str = "must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)";
 /// The protocols of ports.
 pub(crate) const PROTOCOLS: &[&str] = &["SCTP", "TCP", "UDP"];
 pub(crate) const ABSOLUTE: &str = "must be an absolute path";
