@@ -7,7 +7,7 @@ use ipnet::IpNet;
 
 use crate::link::{ip, number, octets};
 use crate::netlink::{
-    ACK, APPEND, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes,
+    ACK, APPEND, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes, nested,
 };
 
 const NEW_ROUTE: u16 = 24;
@@ -28,6 +28,14 @@ const HOST: u8 = 254;
 const METRICS: u16 = 8;
 const METRIC_MTU: u16 = 2;
 const METRIC_ADVMSS: u16 = 8;
+const ENCAP_TYPE: u16 = 21;
+const ENCAP: u16 = 22;
+/// Types of encapsulation (`linux/lwtunnel.h`): in an IPv4 and in an IPv6 packet.
+const IN_IPV4: u16 = 2;
+const IN_IPV6: u16 = 4;
+/// Attributes of both: the number of the virtual network (eight bytes), and the receiver's address.
+const TUNNEL_ID: u16 = 1;
+const TUNNEL_DESTINATION: u16 = 2;
 
 /// A route through a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,6 +60,42 @@ pub struct Route {
     pub source: Option<IpAddr>,
     /// The origin (`rtm_protocol`); 2 means the kernel.
     pub maker: u8,
+    /// How the link, a tunnel without a receiver of its own (`external`), encapsulates the packets.
+    pub tunnel: Option<Tunnel>,
+}
+
+/// The encapsulation of a route's packets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tunnel {
+    /// The number of the virtual network (VNI).
+    pub id: u32,
+    /// The receiver.
+    pub remote: IpAddr,
+}
+
+impl Tunnel {
+    fn put_into(self, message: Message) -> Message {
+        let kind = if self.remote.is_ipv4() {
+            IN_IPV4
+        } else {
+            IN_IPV6
+        };
+        let encapsulation = Attributes::new()
+            .put(TUNNEL_ID, &u64::from(self.id).to_be_bytes())
+            .put(TUNNEL_DESTINATION, &octets(self.remote).1);
+        message
+            .put(ENCAP_TYPE, &kind.to_ne_bytes())
+            .nest(ENCAP, &encapsulation)
+    }
+
+    fn parse(encapsulation: &[u8]) -> Option<Tunnel> {
+        let id = nested(encapsulation, TUNNEL_ID)?;
+        let id = u64::from_be_bytes(id.try_into().ok()?);
+        Some(Tunnel {
+            id: u32::try_from(id).ok()?,
+            remote: ip(nested(encapsulation, TUNNEL_DESTINATION)?)?,
+        })
+    }
 }
 
 impl Route {
@@ -70,6 +114,7 @@ impl Route {
             advmss: None,
             source: None,
             maker: BOOT,
+            tunnel: None,
         }
     }
 
@@ -108,6 +153,9 @@ impl Route {
         }
         if let Some(priority) = self.priority {
             message = message.number(6, priority);
+        }
+        if let Some(tunnel) = self.tunnel {
+            message = tunnel.put_into(message);
         }
         let mut metrics = Attributes::new();
         for (kind, metric) in [(METRIC_MTU, self.mtu), (METRIC_ADVMSS, self.advmss)] {
@@ -154,6 +202,7 @@ fn parse(body: &[u8]) -> Option<Route> {
             6 => route.priority = number(value),
             7 => route.source = ip(value),
             15 => route.table = number(value)?,
+            ENCAP => route.tunnel = Tunnel::parse(value),
             METRICS => {
                 for (kind, value) in attributes(value) {
                     match kind {

@@ -23,6 +23,7 @@ mod routing;
 mod run;
 pub mod services;
 mod timetable;
+mod tunnel;
 
 pub use config::{Config, ConfigError, Overrides};
 pub use run::{RunError, cleanup, run};

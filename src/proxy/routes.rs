@@ -5,6 +5,7 @@
 //! metric are never changed, so several clusters and other routing programs can share a machine. Since the routes stay in the
 //! kernel, a restart finds them again and changes only what differs.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 
 use ipnet::IpNet;
@@ -12,12 +13,14 @@ use ipnet::IpNet;
 use holdfast_core::digest::fnv32;
 use holdfast_core::node::routes::{Change, Hop, Interface, Peer, Unrouted, desired, diff};
 use holdfast_net::netlink::Socket;
-use holdfast_net::route::Route;
+use holdfast_net::route::{Route, Tunnel};
+
+use crate::tunnel;
 
 /// The protocol number of the routes (`rtm_protocol`): one that `/etc/iproute2/rt_protos` does not assign.
-const PROTOCOL: u8 = 72;
+pub(crate) const PROTOCOL: u8 = 72;
 /// The main routing table.
-const MAIN: u32 = 254;
+pub(crate) const MAIN: u32 = 254;
 
 /// The metric of a cluster's routes: it depends on the name of the cluster's tables.
 fn metric(table: &str) -> u32 {
@@ -34,6 +37,8 @@ pub struct Applied {
     pub routes: usize,
     /// The ranges of nodes without a route, with the reason.
     pub unrouted: Vec<Unrouted>,
+    /// Why there is no tunnel, which only other nodes need: those to which this one is behind a router, but not vice versa.
+    pub no_tunnel: Option<String>,
 }
 
 /// The routes of one cluster.
@@ -61,18 +66,47 @@ impl Routes {
         let metric = Some(self.metric);
         all.retain(|r| r.maker == PROTOCOL && r.priority == metric && r.table == MAIN);
         let hops = all.into_iter().filter_map(|route| {
-            let gateway = route.gateway?;
-            let link = route.link;
-            Some((route.destination, Hop { gateway, link }))
+            let (source, link) = (route.source, route.link);
+            let near = |gateway| Hop::Near { gateway, link };
+            let through = |tunnel: Tunnel| Hop::Tunnel {
+                remote: tunnel.remote,
+                source,
+            };
+            let hop = route.gateway.map(near).or(route.tunnel.map(through))?;
+            Some((route.destination, hop))
         });
         Ok(hops.collect())
     }
 
-    fn route(&self, range: IpNet, hop: Hop) -> Route {
-        Route {
+    /// `tunnel` is the index of the tunnel's link.
+    fn route(&self, range: IpNet, hop: Hop, tunnel: Option<u32>) -> io::Result<Route> {
+        let route = match hop {
+            Hop::Near { gateway, link } => Route::new(link, range, Some(gateway)),
+            Hop::Tunnel { remote, source } => Route {
+                source,
+                tunnel: Some(tunnel::to(remote)),
+                ..Route::new(tunnel.ok_or(io::ErrorKind::NotFound)?, range, None)
+            },
+        };
+        Ok(Route {
             priority: Some(self.metric),
             maker: PROTOCOL,
-            ..Route::new(hop.link, range, Some(hop.gateway))
+            ..route
+        })
+    }
+
+    /// Prepares the tunnel, which any other node may use. Returns the index of its link.
+    fn tunnel(&mut self, hops: &BTreeMap<IpNet, Hop>) -> io::Result<Option<u32>> {
+        let (mut remotes, mut sources) = (BTreeSet::new(), BTreeSet::new());
+        for hop in hops.values() {
+            if let Hop::Tunnel { remote, source } = hop {
+                remotes.insert(*remote);
+                sources.extend(*source);
+            }
+        }
+        match hops.is_empty() {
+            true => tunnel::index(&mut self.socket),
+            false => tunnel::set_up(&mut self.socket, &remotes, &sources).map(Some),
         }
     }
 
@@ -90,28 +124,37 @@ impl Routes {
             .collect();
         let wanted = desired(own, peers, &interfaces, cluster);
         let changes = diff(&self.installed()?, &wanted.routes);
-        let mut first_error = Ok(());
+        // Without the tunnel, the other routes are needed nevertheless.
+        let is_tunnel = |hop: &Hop| matches!(hop, Hop::Tunnel { .. });
+        let (tunnel, no_tunnel, mut first_error) = match self.tunnel(&wanted.routes) {
+            Ok(tunnel) => (tunnel, None, Ok(())),
+            Err(error) if wanted.routes.values().any(is_tunnel) => (None, None, Err(error)),
+            Err(error) => (None, Some(error.to_string()), Ok(())),
+        };
         for change in &changes {
-            let changed = self.change(change);
+            let changed = self.change(change, tunnel);
             first_error = first_error.and(changed);
         }
+        first_error = first_error.and(tunnel::tidy(&mut self.socket));
         first_error.map(|()| Applied {
             changed: changes.len(),
             routes: wanted.routes.len(),
             unrouted: wanted.unrouted.into_iter().collect(),
+            no_tunnel,
         })
     }
 
-    fn change(&mut self, change: &Change) -> io::Result<()> {
+    fn change(&mut self, change: &Change, tunnel: Option<u32>) -> io::Result<()> {
         let (verb, range, result) = match *change {
             Change::Add(range, hop) => {
-                let route = self.route(range, hop);
-                ("add", range, self.socket.add_route(&route))
+                let route = self.route(range, hop, tunnel);
+                let result = route.and_then(|route| self.socket.add_route(&route));
+                ("add", range, result)
             }
             Change::Delete(range, hop) => {
-                let route = self.route(range, hop);
+                let route = self.route(range, hop, tunnel);
                 // The route may be gone with its link.
-                let result = match self.socket.delete_route(&route) {
+                let result = match route.and_then(|route| self.socket.delete_route(&route)) {
                     Err(error) if error.raw_os_error() == Some(nix::libc::ESRCH) => Ok(()),
                     other => other,
                 };
@@ -130,9 +173,11 @@ impl Routes {
     /// Routes cannot be listed or deleted.
     pub fn remove(&mut self) -> io::Result<usize> {
         let installed = self.installed()?;
+        let tunnel = tunnel::index(&mut self.socket)?;
         for (range, hop) in &installed {
-            self.change(&Change::Delete(*range, *hop))?;
+            self.change(&Change::Delete(*range, *hop), tunnel)?;
         }
+        tunnel::tidy(&mut self.socket)?;
         Ok(installed.len())
     }
 }

@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::Node;
 use kube::runtime::watcher;
 use tokio::sync::watch;
 
-use holdfast_core::node::routes::{Peer, Unrouted};
+use holdfast_core::node::routes::Peer;
 use holdfast_kubeapi::{Api, Cache};
 
 use crate::config::Config;
@@ -61,7 +61,7 @@ async fn keep(
     audit_interval: Duration,
 ) {
     let mut times = Timetable::new(now(), audit_interval);
-    let (mut applied, mut unrouted): (Option<Vec<Peer>>, _) = (None, vec![]);
+    let (mut applied, mut reported): (Option<Vec<Peer>>, _) = (None, Applied::default());
     let mut has_changes = true;
     loop {
         let step = times.step(now(), has_changes);
@@ -86,7 +86,7 @@ async fn keep(
         // A few netlink calls, each of microseconds.
         match routes.apply(&current) {
             Ok(result) => {
-                log(&result, is_audit, &mut unrouted);
+                log(result, is_audit, &mut reported);
                 applied = Some(current);
                 times.written(now(), PAUSE);
                 times.audited(now());
@@ -100,11 +100,11 @@ async fn keep(
     }
 }
 
-/// Logs what was changed, and nodes without a route if they are not those of the last time.
-fn log(result: &Applied, is_audit: bool, unrouted: &mut Vec<Unrouted>) {
+/// Logs what was changed, and what is missing if it is not that of the last time.
+fn log(result: Applied, is_audit: bool, reported: &mut Applied) {
     let Applied {
         changed, routes, ..
-    } = *result;
+    } = result;
     if changed > 0 {
         tracing::info!(
             changed,
@@ -113,12 +113,17 @@ fn log(result: &Applied, is_audit: bool, unrouted: &mut Vec<Unrouted>) {
             "changed the routes to other nodes"
         );
     }
-    if result.unrouted != *unrouted {
+    if result.unrouted != reported.unrouted {
         for node in &result.unrouted {
             tracing::warn!(%node, "a node's pods cannot be reached");
         }
-        unrouted.clone_from(&result.unrouted);
     }
+    if let Some(error) = &result.no_tunnel
+        && result.no_tunnel != reported.no_tunnel
+    {
+        tracing::warn!(%error, "nodes that are behind a router cannot reach this node's pods");
+    }
+    *reported = result;
 }
 
 /// Deletes the routes of this cluster.

@@ -16,7 +16,7 @@ use crate::support::{self, Cluster, condition, images};
 const JOINED: [&str; 2] = ["second", "third"];
 const CLIENT: &str = "test.local/client:1";
 
-/// A cluster and two joined machines. The fields are dropped in this order: machines leave before their network.
+/// A cluster and two joined machines, the last one behind a router. The fields are dropped in this order: machines leave before their network.
 struct Machines {
     joined: [Machine; 2],
     cluster: Cluster,
@@ -32,7 +32,9 @@ impl Machines {
         cluster.flags = vec!["--node-monitor-grace-period=20s".to_owned()];
         let cluster = cluster.started();
         let network = Network::new(number);
-        let joined = [2, 3].map(|host| Machine::new(&network, &format!("{name}-{host}"), host));
+        let [second, third] =
+            [2, 3].map(|host| Machine::new(&network, &format!("{name}-{host}"), host));
+        let joined = [second, third.behind_router(&network, 3)];
         let words = join_words(&cluster);
         let config = cluster
             .config

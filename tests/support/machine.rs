@@ -108,6 +108,51 @@ impl Machine {
         machine
     }
 
+    /// Puts a router between the machine and the network: the machine's address is in a network of its own then, 198.19.n.0/24.
+    pub(crate) fn behind_router(self, network: &Network, host: u8) -> Machine {
+        let (name, outside) = (&self.name, network.address(host));
+        let router = self.router();
+        let inside = |host: u8| format!("198.19.{}.{host}", network.number);
+        ip(&format!("netns add {router}"));
+        ip(&format!(
+            "-n {name} link set eth0 netns {router} name outside"
+        ));
+        ip(&format!("-n {router} address add {outside}/24 dev outside"));
+        ip(&format!("-n {router} link set outside up"));
+        ip(&format!(
+            "-n {router} route add default via {}",
+            network.address(1)
+        ));
+        ip(&format!(
+            "-n {router} link add inside type veth peer name eth0 netns {name}"
+        ));
+        ip(&format!(
+            "-n {router} address add {}/24 dev inside",
+            inside(1)
+        ));
+        ip(&format!("-n {router} link set inside up"));
+        ip(&format!(
+            "-n {name} address add {}/24 dev eth0",
+            inside(host)
+        ));
+        ip(&format!("-n {name} link set eth0 up"));
+        ip(&format!("-n {name} route add default via {}", inside(1)));
+        ip(&format!("route add {}/24 via {outside}", inside(0)));
+        let forward = ["busybox", "sysctl", "-w", "net.ipv4.ip_forward=1"];
+        let forward = Command::new("nsenter")
+            .arg(format!("--net=/run/netns/{router}"))
+            .args(forward)
+            .output()
+            .unwrap();
+        assert!(forward.status.success(), "{}", text(&forward));
+        self
+    }
+
+    /// The name of the router's network namespace.
+    fn router(&self) -> String {
+        format!("{}-r", self.name)
+    }
+
     /// A program on this machine. Only the network is another one: `ip netns exec` would hide the cgroups.
     pub(crate) fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = command_with_timeout("nsenter");
@@ -160,9 +205,11 @@ impl Machine {
     fn remove(&self) {
         if std::path::Path::new("/run/netns").join(&self.name).exists() {
             let output = self.run(&["down", "--purge", "--name", &self.name]);
-            let _ = Command::new("ip")
-                .args(["netns", "delete", &self.name])
-                .output();
+            for namespace in [&self.name, &self.router()] {
+                let _ = Command::new("ip")
+                    .args(["netns", "delete", namespace])
+                    .output();
+            }
             // A connection without a peer keeps the namespace for minutes, and the cable with it.
             let _ = Command::new("ip")
                 .args(["link", "delete", &self.link])

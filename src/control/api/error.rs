@@ -16,9 +16,9 @@ pub struct FieldError {
     pub detail: String,
 }
 
-/// What is wrong with a text that is not a range of addresses (`IsValidCIDR` in apimachinery's `pkg/util/validation`).
+/// The message about a text that is not a range of addresses (`IsValidCIDR` in apimachinery's `pkg/util/validation`).
 pub(crate) const CIDR: &str = "must be a valid CIDR value, (e.g. 10.9.8.0/24 or 2001:db8::/64)";
-/// The same of a single address (`IsValidIP`).
+/// The message about a text that is not an address (`IsValidIP`).
 pub(crate) const IP: &str = "must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)";
 
 impl FieldError {

@@ -1,5 +1,5 @@
 //! The routes from this node to the pods of other nodes: via the other node's address, if both are in one network (flannel's
-//! `host-gw`, `pkg/controller/cloud`'s routes without a cloud). Pure.
+//! `host-gw`, `pkg/controller/cloud`'s routes without a cloud), and else through a tunnel to that address. Pure.
 //!
 //! A Node's pod range and addresses are values of others. A range that contains an address of this machine, overlaps one of its
 //! networks or is outside of the cluster's ranges gets no route: with it, another node would receive this machine's traffic.
@@ -62,28 +62,39 @@ pub struct Interface {
     pub address: IpNet,
 }
 
-/// A next hop.
+/// How packets get to a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Hop {
-    /// The address of the other node.
-    pub gateway: IpAddr,
-    /// The index of the link to it.
-    pub link: u32,
+pub enum Hop {
+    /// Via its address in a network of this machine.
+    Near {
+        /// The address.
+        gateway: IpAddr,
+        /// The index of the link to it.
+        link: u32,
+    },
+    /// Encapsulated in packets to its address, which routers forward without knowing the pods' ranges.
+    Tunnel {
+        /// The address.
+        remote: IpAddr,
+        /// The source of packets of this machine itself: an address of its pods' range, so that the answer takes the tunnel, too.
+        /// `None` if this machine has no such range.
+        source: Option<IpAddr>,
+    },
 }
 
 /// Why a range of a node has no route.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum Unrouted {
-    /// No internal address is in a network of this machine.
+    /// No internal address is that of another machine.
     #[error(
-        "no route to the pods of node {node} ({range}): its addresses [{addresses}] are in no network of this machine; connect both machines to one network, or route {range} to {node} in the router between them"
+        "no route to the pods of node {node} ({range}): none of its addresses [{addresses}] can be another machine's; correct --node-ip of its agent"
     )]
-    BehindRouter {
+    NoAddress {
         /// The node.
         node: String,
         /// The range of its pods.
         range: IpNet,
-        /// The node's internal addresses of this family.
+        /// The node's internal addresses.
         addresses: String,
     },
     /// The range is not one of the cluster's.
@@ -135,20 +146,43 @@ fn joined<T: ToString>(all: impl Iterator<Item = T>) -> String {
         .join(", ")
 }
 
-/// The next hop to a node: its first address in a network of this machine, in the smallest such network. Networks of one address,
-/// and addresses of this machine, lead nowhere.
-fn hop(peer: &Peer, is_v4: bool, interfaces: &[Interface]) -> Option<Hop> {
-    let addresses = peer.addresses.iter().filter(|a| a.is_ipv4() == is_v4);
+/// The addresses of a node, of either family, that can be another machine's. One in a range of pods would lead to a pod.
+fn usable(peer: &Peer, interfaces: &[Interface], pods: &[&IpNet]) -> Vec<IpAddr> {
+    let mut addresses = peer.addresses.clone();
+    addresses.retain(|address| {
+        let is_own = interfaces.iter().any(|i| i.address.addr() == *address);
+        let is_special =
+            address.is_loopback() || address.is_unspecified() || address.is_multicast();
+        !is_own && !is_special && !pods.iter().any(|range| range.contains(address))
+    });
     addresses
-        .filter(|address| !interfaces.iter().any(|i| i.address.addr() == **address))
-        .find_map(|address| {
-            let near = interfaces.iter().filter(|i| i.address.contains(address));
-            let smallest = near.max_by_key(|i| i.address.prefix_len())?;
-            Some(Hop {
-                gateway: *address,
-                link: smallest.link,
-            })
+}
+
+/// The way to a node's pods: via its first address of their family in a network of this machine, in the smallest such network,
+/// where networks of one address lead nowhere; else through a tunnel to its first address.
+fn hop(
+    addresses: &[IpAddr],
+    range: &IpNet,
+    own: &[IpNet],
+    interfaces: &[Interface],
+) -> Option<Hop> {
+    let same_family = addresses.iter().filter(|a| a.is_ipv4() == is_v4(range));
+    let mut near = same_family.filter_map(|address| {
+        let near = interfaces.iter().filter(|i| i.address.contains(address));
+        let smallest = near.max_by_key(|i| i.address.prefix_len())?;
+        Some(Hop::Near {
+            gateway: *address,
+            link: smallest.link,
         })
+    });
+    let tunnel = || {
+        let source = own.iter().find(|other| is_v4(other) == is_v4(range));
+        Some(Hop::Tunnel {
+            remote: *addresses.first()?,
+            source: source.map(IpNet::network),
+        })
+    };
+    near.next().or_else(tunnel)
 }
 
 /// The routes of this node, `own`. `interfaces` are all addresses of this machine; `cluster` the ranges in which pods may be, or
@@ -214,14 +248,13 @@ fn route(
             other,
         });
     }
-    hop(peer, is_v4(range), interfaces).ok_or_else(|| Unrouted::BehindRouter {
+    let pods: Vec<&IpNet> = cluster.iter().chain(own).chain([range]).collect();
+    let addresses = usable(peer, interfaces, &pods);
+    let found = hop(&addresses, range, own, interfaces);
+    found.ok_or_else(|| Unrouted::NoAddress {
         node: peer.name.clone(),
         range: *range,
-        addresses: joined(
-            peer.addresses
-                .iter()
-                .filter(|a| a.is_ipv4() == is_v4(range)),
-        ),
+        addresses: joined(peer.addresses.iter()),
     })
 }
 
@@ -335,13 +368,17 @@ mod tests {
 # The first address that is near.
 10.244.1.0/24 | 10.9.9.9 192.168.7.3 192.168.7.2 | C | 10.244.1.0/24 via 192.168.7.3 link 2
 10.244.1.0/24 fd00:244:0:1::/64 | 192.168.7.2 fd00:7::2 | C | 10.244.1.0/24 via 192.168.7.2 link 2; fd00:244:0:1::/64 via fd00:7::2 link 2
-10.244.1.0/24 | fd00:7::2 | C | behind a router
-10.244.1.0/24 | | C | behind a router
-10.244.1.0/24 | 10.9.9.9 | C | behind a router
+# Through a tunnel to the first address of another machine, of either family.
+10.244.1.0/24 | fd00:7::2 | C | 10.244.1.0/24 to fd00:7::2 from 10.244.0.0
+10.244.1.0/24 | 10.9.9.9 10.9.9.8 | C | 10.244.1.0/24 to 10.9.9.9 from 10.244.0.0
+fd00:244:0:1::/64 | 127.0.0.1 192.168.7.1 224.0.0.1 0.0.0.0 10.9.9.8 | C | fd00:244:0:1::/64 to 10.9.9.8
+10.244.1.0/24 | 10.244.1.7 10.244.9.9 | C | no address
+10.99.1.0/24 | 10.99.1.7 10.244.0.7 | | no address
+10.244.1.0/24 | | C | no address
 # A node with this machine's own address.
-10.244.1.0/24 | 192.168.7.1 | C | behind a router
-10.244.1.0/24 | 127.0.0.1 | C | behind a router
-10.244.1.0/24 | 172.16.0.1 | C | behind a router
+10.244.1.0/24 | 192.168.7.1 | C | no address
+10.244.1.0/24 | 127.0.0.1 | C | no address
+10.244.1.0/24 | 172.16.0.1 | C | no address
 | 192.168.7.2 | C |
 # Another cluster's range is routed only if the cluster's ranges are unknown.
 10.99.1.0/24 | 192.168.7.2 | C | outside
@@ -359,7 +396,7 @@ mod tests {
     const CLUSTER: &str = "10.244.0.0/16 fd00:244::/48";
 
     #[test]
-    fn ranges_are_routed_via_nodes_in_one_network_and_never_take_this_machines_traffic() {
+    fn ranges_are_routed_via_nodes_or_through_a_tunnel_and_never_take_this_machines_traffic() {
         let machine = interfaces(&[
             (1, "127.0.0.1/8"),
             (1, "::1/128"),
@@ -381,10 +418,15 @@ mod tests {
             let peers = [own.clone(), peer("b", ranges, addresses)];
             let result = desired("me", &peers, &machine, &cluster);
             let routes = result.routes.iter();
-            let routes =
-                routes.map(|(range, hop)| format!("{range} via {} link {}", hop.gateway, hop.link));
+            let routes = routes.map(|(range, hop)| match hop {
+                Hop::Near { gateway, link } => format!("{range} via {gateway} link {link}"),
+                Hop::Tunnel { remote, source } => {
+                    let source = source.map_or(String::new(), |source| format!(" from {source}"));
+                    format!("{range} to {remote}{source}")
+                }
+            });
             let unrouted = result.unrouted.iter().map(|why| match why {
-                Unrouted::BehindRouter { .. } => "behind a router".to_owned(),
+                Unrouted::NoAddress { .. } => "no address".to_owned(),
                 Unrouted::Outside { .. } => "outside".to_owned(),
                 Unrouted::Overlaps { other, .. } => format!("overlaps {other}"),
             });
@@ -392,7 +434,7 @@ mod tests {
             assert_eq!(found.join("; "), expected, "{line}");
             count += 1;
         }
-        assert_eq!(count, 21);
+        assert_eq!(count, 24);
     }
 
     #[test]
@@ -418,7 +460,7 @@ mod tests {
 
     #[test]
     fn changes_leave_no_gap_and_remove_what_is_superfluous() {
-        let hop = |last: u8| Hop {
+        let hop = |last: u8| Hop::Near {
             gateway: IpAddr::from([192, 168, 7, last]),
             link: 2,
         };
@@ -459,14 +501,15 @@ mod tests {
             let machine = interfaces(&[(2, "10.0.3.1/24"), (3, "192.168.7.1/24")]);
             let peers: Vec<Peer> = nodes.iter().map(|(name, third, prefix, fourth, host)| {
                 let range = IpNet::new(IpAddr::from([10, 0, *third, *fourth]), *prefix).expect("a range").trunc();
-                Peer { name: format!("n{name}"), ranges: vec![range], addresses: vec![IpAddr::from([192, 168, 7, *host])] }
+                Peer { name: format!("n{name}"), ranges: vec![range], addresses: vec![IpAddr::from(if host % 3 == 0 { [203, 0, 113, *host] } else { [192, 168, 7, *host] })] }
             }).collect();
             let result = desired("n0", &peers, &machine, &[]);
             let all: Vec<_> = result.routes.iter().collect();
             for (at, (range, hop)) in all.iter().enumerate() {
                 for interface in &machine {
                     prop_assert!(!overlap(range, &interface.address.trunc()));
-                    prop_assert!(hop.gateway != interface.address.addr());
+                    let (Hop::Near { gateway: address, .. } | Hop::Tunnel { remote: address, .. }) = hop;
+                    prop_assert!(*address != interface.address.addr());
                 }
                 for (other, _) in all.iter().skip(at + 1) {
                     prop_assert!(!overlap(range, other), "{} and {}", range, other);
@@ -475,7 +518,7 @@ mod tests {
             let others = peers.iter().filter(|peer| peer.name != "n0").flat_map(|peer| &peer.ranges).count();
             prop_assert!(result.routes.len() + result.unrouted.len() <= others);
             let mut kernel: Vec<(IpNet, Hop)> = old.iter().map(|(third, host)| {
-                let hop = Hop { gateway: IpAddr::from([192, 168, 7, *host]), link: 3 };
+                let hop = Hop::Near { gateway: IpAddr::from([192, 168, 7, *host]), link: 3 };
                 (IpNet::new(IpAddr::from([10, 0, *third, 0]), 24).expect("a range"), hop)
             }).collect();
             for change in diff(&kernel, &result.routes) {
