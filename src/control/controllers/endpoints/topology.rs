@@ -4,7 +4,7 @@
 //! The rules are those of `staging/src/k8s.io/endpointslice/topologycache` (`topologycache.go`, `utils.go`). Upstream computes with
 //! floating-point numbers; here, shares are integers in units of one millicore, so that results are exact and repeatable.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::discovery::v1::{Endpoint, EndpointHints, ForZone};
@@ -80,10 +80,15 @@ impl Capacities {
     }
 }
 
-/// The zone with the most, and how much.
-fn most(zones: &BTreeMap<String, u128>) -> Option<(String, u128)> {
-    let largest = zones.iter().rev().max_by_key(|(_, number)| **number);
-    largest.map(|(zone, number)| (zone.clone(), *number))
+/// How far a zone is from its target, in units of 1 / `unit`, and how many endpoints it gave or received.
+struct Difference {
+    left: u128,
+    moved: usize,
+}
+
+/// The largest difference; of equal ones, that of the first zone.
+fn largest(zones: &mut BTreeMap<String, Difference>) -> Option<&mut Difference> {
+    zones.values_mut().rev().max_by_key(|zone| zone.left)
 }
 
 /// How many endpoints each zone gives to others, and how many each zone receives. A target is the desired number of a zone's
@@ -94,38 +99,39 @@ fn balance(
     unit: u128,
 ) -> [BTreeMap<String, usize>; 2] {
     let (mut too_many, mut too_few) = (BTreeMap::new(), BTreeMap::new());
-    for (zone, target) in targets {
-        let has = existing.get(*zone).copied().unwrap_or_default() * unit;
-        let list = if has > *target {
-            &mut too_many
-        } else {
-            &mut too_few
-        };
-        if has != *target {
-            list.insert((*zone).to_owned(), has.abs_diff(*target));
-        }
-    }
     // Zones without processors keep no endpoint.
-    let others = existing
-        .iter()
-        .filter(|(zone, _)| !targets.contains_key(zone.as_str()));
-    too_many.extend(others.map(|(zone, number)| (zone.clone(), number * unit)));
-    let mut results = [BTreeMap::<String, usize>::new(), BTreeMap::new()];
-    while let (Some((giver, give)), Some((receiver, receive))) = (most(&too_many), most(&too_few)) {
-        let is_small = give < unit && receive < unit;
-        if is_small || give * 2 < unit || receive * 2 < unit {
+    let zones: BTreeSet<&str> = existing
+        .keys()
+        .map(String::as_str)
+        .chain(targets.keys().copied())
+        .collect();
+    for zone in zones {
+        let has = existing.get(zone).copied().unwrap_or_default() * unit;
+        let target = targets.get(zone).copied().unwrap_or_default();
+        let list = match has > target {
+            true => &mut too_many,
+            false => &mut too_few,
+        };
+        let left = has.abs_diff(target);
+        list.insert(zone.to_owned(), Difference { left, moved: 0 });
+    }
+    while let (Some(giver), Some(receiver)) = (largest(&mut too_many), largest(&mut too_few)) {
+        let is_small = giver.left < unit && receiver.left < unit;
+        if is_small || giver.left * 2 < unit || receiver.left * 2 < unit {
             break;
         }
-        for ((zone, number), (list, result)) in [(giver, give), (receiver, receive)]
-            .into_iter()
-            .zip([&mut too_many, &mut too_few].into_iter().zip(&mut results))
-        {
-            *result.entry(zone.clone()).or_default() += 1;
+        for zone in [giver, receiver] {
+            zone.moved += 1;
             // Less than a half more than it needs is the end of a zone's part.
-            list.insert(zone, number.saturating_sub(unit));
+            zone.left = zone.left.saturating_sub(unit);
         }
     }
-    results
+    [too_many, too_few].map(|zones| {
+        zones
+            .into_iter()
+            .map(|(name, zone)| (name, zone.moved))
+            .collect()
+    })
 }
 
 /// Sets the hints of the ready endpoints of a service and an address type. Sets none if an endpoint has no zone, or too few
